@@ -1,0 +1,1 @@
+"""Local text generation as fast as this machine allows, without changing one token."""

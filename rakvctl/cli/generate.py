@@ -1,0 +1,118 @@
+"""`rakvctl generate`: prompts through the runtime, results to the writer, one after another."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from rakvctl.cli import outputs, render
+from rakvctl.cli.inputs import BadPrompt, Prompt, PromptId, PromptSource
+from rakvctl.cli.options import OutputFormat
+from rakvctl.cli.stats import Totals
+from rakvctl.core.errors import RequestError, UsageError
+from rakvctl.core.loading import RuntimeOptions, load_runtime
+from rakvctl.core.runtime import Runtime
+from rakvctl.core.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What concerns the command and not the runtime. `chat` None: as the prompt and the model suggest."""
+
+    chat: bool | None
+    output: OutputFormat | None
+    out: Path | None
+    resume: bool
+    stats: bool
+    quiet: bool
+
+
+def generate(source: PromptSource, runtime_options: RuntimeOptions, options: GenerateOptions) -> int:
+    """Run all prompts; return the exit code: 1 if one of them failed."""
+    as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
+    if options.resume and (options.out is None or (options.output is None and not source.several) or as_text):
+        raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
+    with _output_stream(options) as (stream, finished):
+        runtime = load_runtime(runtime_options, (lambda _: None) if options.quiet else render.print_note)
+        writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
+        totals = Totals()
+        with _progress(source, options, totals) as advance:
+            for prompt in source.prompts:
+                if finished[prompt.id] > 0:
+                    finished[prompt.id] -= 1
+                else:
+                    _serve(prompt, runtime, options.chat, writer, totals)
+                advance()
+    if options.stats:
+        totals.show(Console(stderr=True))
+    return 1 if totals.num_failed else 0
+
+
+def _serve(
+    prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, writer: render.Writer, totals: Totals
+) -> None:
+    """One prompt: a completion, or an error that leaves the others alone."""
+    try:
+        if isinstance(prompt, BadPrompt):
+            raise prompt.error
+        request = Request(_encode(prompt, runtime, chat), prompt.sampling)
+        completion = runtime.run(request, writer.text)
+    except RequestError as error:
+        totals.num_failed += 1
+        writer.failed(prompt.id, error)
+    else:
+        totals.add(completion)
+        writer.done(prompt.id, completion)
+
+
+def _encode(prompt: Prompt, runtime: Runtime, chat: bool | None) -> tuple[int, ...]:
+    """Token ids of a prompt, through the chat template if it is a chat or is to be one."""
+    codec = runtime.codec
+    if isinstance(prompt.content, tuple):
+        if chat is False:
+            raise RequestError("`messages` cannot be run raw", "drop --raw, or give a plain `prompt`")
+        return codec.encode_chat(prompt.content)
+    if chat or (chat is None and codec.has_chat_template):
+        if not prompt.content:
+            raise RequestError("the prompt is empty", "give at least one token of text")
+        return codec.encode_chat(({"role": "user", "content": prompt.content},))
+    return codec.encode(prompt.content)
+
+
+@contextmanager
+def _output_stream(options: GenerateOptions) -> Iterator[tuple[TextIO, Counter[PromptId]]]:
+    """Where results go, and which ids are already there; opened before any model is loaded."""
+    if options.out is None:
+        yield sys.stdout, Counter()
+        return
+    if options.resume:
+        stream, finished = outputs.resume_output(options.out)
+    else:
+        stream, finished = outputs.open_output(options.out), Counter()
+    with stream:
+        yield stream, finished
+
+
+@contextmanager
+def _progress(source: PromptSource, options: GenerateOptions, totals: Totals) -> Iterator[Callable[[], None]]:
+    """A line on stderr while several prompts run, on a terminal whose stdout is not the same one."""
+    shown = source.several and not options.quiet and sys.stderr.isatty()
+    if not shown or (options.out is None and sys.stdout.isatty()):
+        yield lambda: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("0 prompts")
+
+        def advance() -> None:
+            failed = f", {totals.num_failed} failed" if totals.num_failed else ""
+            text = f"{totals.num_done} prompts{failed}, {totals.tokens_per_s:.0f} tokens/s"
+            progress.update(task, description=text)
+
+        yield advance

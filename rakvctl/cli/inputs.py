@@ -1,0 +1,184 @@
+"""Prompts in: from the argument, from files, from stdin; lazily, and a bad line is no reason to lose the others."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rakvctl.cli.options import InputFormat
+from rakvctl.core.errors import RakvError, RequestError, UsageError
+from rakvctl.core.text import Message
+from rakvctl.core.types import SamplingParams
+
+PromptId = str | int
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as text or as a chat, with the sampling parameters in force for it."""
+
+    id: PromptId
+    content: str | tuple[Message, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BadPrompt:
+    """A line that holds no prompt, and why."""
+
+    id: PromptId
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """All prompts of one call. `several`: they come from something that can hold more than one."""
+
+    prompts: Iterator[Prompt | BadPrompt]
+    several: bool
+
+
+def open_prompts(
+    argument: str | None, files: list[str], input_format: InputFormat, sampling: SamplingParams
+) -> PromptSource:
+    """Find out where prompts come from; files are opened now, so that a missing one is known before anything runs.
+
+    Raises UsageError where there is no prompt at all, RakvError for a file that cannot be read.
+    """
+    if argument is None and not files:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("there is no prompt", "give one as an argument, with -f FILE, or through a pipe")
+        argument = STDIN
+    if argument == STDIN:
+        argument, files = None, [STDIN, *files]
+    streams = [_open(name, input_format) for name in files]
+    several = len(files) + (argument is not None) > 1 or any(stream.kind is not InputFormat.TEXT for stream in streams)
+
+    def prompts() -> Iterator[Prompt | BadPrompt]:
+        if argument is not None:
+            yield Prompt(1, argument, sampling)
+        number = 1 if argument is not None else 0
+        for stream in streams:
+            for raw in stream.pieces():
+                number += 1
+                yield _read(raw, stream.kind, number, sampling)
+
+    return PromptSource(prompts(), several)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """An open file of a known format; `head` was read to find the format out."""
+
+    file: BinaryIO
+    kind: InputFormat
+    head: bytes
+
+    def pieces(self) -> Iterator[bytes]:
+        """The whole as one text, or line by line without blank ones; closes the file."""
+        with self.file:
+            if self.kind is InputFormat.TEXT:
+                yield self.head + self.file.read()
+            else:
+                yield from (line for line in chain([self.head], self.file) if line.strip())
+
+
+def _open(name: str, input_format: InputFormat) -> _Stream:
+    """Open a file. By itself it is JSON Lines if it is called so or begins with an object that holds a prompt."""
+    try:
+        file = sys.stdin.buffer if name == STDIN else Path(name).open("rb")  # noqa: SIM115 - closed by `pieces`
+        head = file.readline() if input_format is InputFormat.AUTO else b""
+    except OSError as error:
+        raise RakvError(f"cannot read {name}: {error.strerror}", "check the path given with -f") from error
+    if input_format is not InputFormat.AUTO:
+        return _Stream(file, input_format, head)
+    is_object = head.lstrip().startswith(b"{") and (b'"prompt"' in head or b'"messages"' in head)
+    is_jsonl = is_object or Path(name).suffix.lower() in {".jsonl", ".ndjson"}
+    return _Stream(file, InputFormat.JSONL if is_jsonl else InputFormat.TEXT, head)
+
+
+def _read(raw: bytes, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:
+    prompt_id: PromptId = number
+    try:
+        text = _decode(raw)
+        if kind is not InputFormat.JSONL:
+            return Prompt(number, text, sampling)
+        fields = _parse(text)
+        prompt_id = _id(fields, number)
+        return Prompt(prompt_id, _content(fields), _sampling(fields, sampling))
+    except RequestError as error:
+        return BadPrompt(prompt_id, error)
+
+
+def _decode(raw: bytes) -> str:
+    """UTF-8 without a byte order mark and without the line break at the end."""
+    try:
+        return raw.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"invalid UTF-8 at byte {error.start}", "save the prompts as UTF-8") from error
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}", "each line must be one JSON object") from error
+    if not isinstance(fields, dict):
+        raise RequestError("not a JSON object", 'each line must look like {"prompt": "..."}')
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _id(fields: dict[str, Any], number: int) -> PromptId:
+    prompt_id = fields.get("id", number)
+    if isinstance(prompt_id, bool) or not isinstance(prompt_id, str | int):
+        raise RequestError("`id` is neither a string nor an integer", "give each line an id of its own, or none")
+    return prompt_id
+
+
+def _content(fields: dict[str, Any]) -> str | tuple[Message, ...]:
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if (prompt is None) == (messages is None):
+        raise RequestError("needs either `prompt` or `messages`", 'write {"prompt": "..."} or {"messages": [...]}')
+    if prompt is not None:
+        if not isinstance(prompt, str):
+            raise RequestError("`prompt` is not a string", 'write {"prompt": "..."}')
+        return prompt
+    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+        raise RequestError(
+            "`messages` is not a list of chat messages", 'write {"messages": [{"role": "user", "content": "..."}]}'
+        )
+    return tuple(messages)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _sampling(fields: dict[str, Any], default: SamplingParams) -> SamplingParams:
+    """The parameters of the command line with those of the line put over them."""
+    changed: dict[str, Any] = {}
+    for name, smallest in (("max_new_tokens", 1), ("seed", 0)):
+        if name in fields:
+            changed[name] = _number(fields, name, smallest, int)
+    if "temperature" in fields:
+        changed["temperature"] = float(_number(fields, "temperature", 0, (int, float)))
+    if "stop" in fields:
+        stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
+        if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
+            raise RequestError(
+                "`stop` is not a string or a list of strings", "empty strings stop nothing: leave them out"
+            )
+        changed["stop"] = tuple(stop)
+    return replace(default, **changed)
+
+
+def _number(fields: dict[str, Any], name: str, smallest: int, kind: Any) -> Any:
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, kind) or not smallest <= value < float("inf"):
+        what = "an integer" if kind is int else "a number"
+        raise RequestError(f"`{name}` is not {what} from {smallest} on", f"correct `{name}`, or leave it out")
+    return value

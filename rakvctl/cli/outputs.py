@@ -1,0 +1,57 @@
+"""The file that `--out` names, and what `--resume` finds in it."""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TextIO
+
+from rakvctl.cli.inputs import PromptId
+from rakvctl.core.errors import RakvError
+
+
+def open_output(path: Path) -> TextIO:
+    """Open a file for new results. Raises RakvError where it cannot be written."""
+    try:
+        return path.open("w", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
+    """Open a file to continue it; with it, how often each id already has a complete record there.
+
+    Error records and a line that was cut off half-way are dropped first: their prompts run again.
+    """
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        complete = [(prompt_id, line) for line in lines if (prompt_id := _complete_id(line)) is not None]
+        if len(complete) < len(lines):
+            _replace(path, [line for _, line in complete])
+        stream = path.open("a", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    return stream, Counter(prompt_id for prompt_id, _ in complete)
+
+
+def _complete_id(line: bytes) -> PromptId | None:
+    """The id of a line that holds the record of a finished completion."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_complete = isinstance(record, dict) and isinstance(record.get("text"), str) and "error" not in record
+    prompt_id = record.get("id") if is_complete else None
+    return prompt_id if isinstance(prompt_id, str | int) else None
+
+
+def _replace(path: Path, lines: list[bytes]) -> None:
+    """Write the lines in place of the file's content, all or nothing."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as unfinished:
+        unfinished.writelines(line + b"\n" for line in lines)
+    os.replace(unfinished.name, path)
+
+
+def _cannot_write(path: Path, error: OSError) -> RakvError:
+    return RakvError(f"cannot write {path}: {error.strerror}", "give --out a file in an existing, writable directory")

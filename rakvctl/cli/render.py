@@ -1,0 +1,128 @@
+"""Results out: the record of a completion, the writers of text and JSON Lines, the statistics, the errors."""
+
+import json
+import sys
+from typing import Any, Protocol, TextIO
+
+from rakvctl.cli.inputs import PromptId
+from rakvctl.core.errors import RakvError
+from rakvctl.core.types import Completion
+
+
+def completion_record(prompt_id: PromptId, completion: Completion) -> dict[str, Any]:
+    """The result record of the command line's contract; times in milliseconds."""
+    action = completion.decision.action
+    return {
+        "id": prompt_id,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.num_prompt_tokens,
+        "completion_tokens": len(completion.token_ids),
+        "reused_tokens": completion.num_reused_tokens,
+        "policy": completion.decision.policy,
+        "action": {
+            "reuse": action.reuse,
+            "draft_len": action.draft_len,
+            "drafter": completion.decision.drafter,
+        },
+        "predicted_ms": completion.predicted_ms,
+        "total_ms": _rounded(completion.total_ms),
+        "ttft_ms": _rounded(completion.ttft_ms),
+        "tpot_ms": _rounded(completion.tpot_ms),
+        "tokens_per_s": _rounded(len(completion.token_ids) / completion.total_ms * 1e3),
+        "num_draft_tokens": completion.num_draft_tokens,
+        "num_accepted_tokens": completion.num_accepted_tokens,
+        "draft_acceptance_rate": _rounded(completion.draft_acceptance_rate),
+        "mean_acceptance_length": _rounded(completion.mean_acceptance_length),
+    }
+
+
+def error_record(prompt_id: PromptId, error: RakvError) -> dict[str, Any]:
+    """The record of a prompt that could not be served."""
+    return {
+        "id": prompt_id,
+        "text": None,
+        "finish_reason": "error",
+        "error": error.message,
+        "hint": error.hint,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def print_error(message: str, hint: str) -> None:
+    """Two lines on stderr."""
+    print(f"Error: {message}\nHint: {hint}", file=sys.stderr)  # noqa: T201
+
+
+def print_note(message: str) -> None:
+    """One line on stderr."""
+    print(f"Note: {message}", file=sys.stderr)  # noqa: T201
+
+
+class Writer(Protocol):
+    """Where results go, one prompt after another."""
+
+    def text(self, piece: str) -> None:
+        """A piece of the present completion's text, as it becomes final."""
+        ...
+
+    def done(self, prompt_id: PromptId, completion: Completion) -> None: ...
+
+    def failed(self, prompt_id: PromptId, error: RakvError) -> None: ...
+
+
+class JsonlWriter:
+    """One JSON object a line, each written as its prompt finishes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def text(self, piece: str) -> None:
+        """Records are written whole."""
+
+    def done(self, prompt_id: PromptId, completion: Completion) -> None:
+        """Write the record of a completion."""
+        self._write(completion_record(prompt_id, completion))
+
+    def failed(self, prompt_id: PromptId, error: RakvError) -> None:
+        """Write an error record."""
+        self._write(error_record(prompt_id, error))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._stream.flush()
+
+
+class TextWriter:
+    """The text alone, streamed; completions of several prompts are separated by a blank line."""
+
+    def __init__(self, stream: TextIO, several: bool) -> None:
+        self._stream = stream
+        self._several = several
+        self._num_written = 0
+        self._last_piece = ""
+
+    def text(self, piece: str) -> None:
+        """Write and flush a piece."""
+        if self._last_piece == "" and self._num_written:
+            self._stream.write("\n")
+        self._last_piece = piece
+        self._stream.write(piece)
+        self._stream.flush()
+
+    def done(self, prompt_id: PromptId, completion: Completion) -> None:
+        """End the text's last line."""
+        if not self._last_piece:
+            self.text("\n")
+        elif not self._last_piece.endswith("\n"):
+            self._stream.write("\n")
+        self._stream.flush()
+        self._last_piece = ""
+        self._num_written += 1
+
+    def failed(self, prompt_id: PromptId, error: RakvError) -> None:
+        """Errors are no results: they go to stderr."""
+        print_error(f"prompt {prompt_id}: {error.message}" if self._several else error.message, error.hint)

@@ -1,0 +1,1 @@
+"""Everything that makes a token. Prints nothing, reads no arguments."""

@@ -1,0 +1,59 @@
+"""Linear layers with weights packed for oneDNN, for float32 on an x86 CPU.
+
+PyTorch's own float32 path reads a row-major weight matrix through general matrix routines, which for a handful of rows
+are several times slower than reading the weights once. Packing reorders each matrix once, at load, into the blocked
+layout that oneDNN computes with. Passes of one to nine positions, which is what decoding consists of, gain most.
+"""
+
+import platform
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+# The layout is chosen for this many rows; the kernels accept any number.
+_ROWS_HINT = 4
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that holds only the packed form of its weights."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Take weight [out_features, in_features] and bias [out_features]."""
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self._bias = bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        output: torch.Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
+        return output
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packing is possible here: float32, an x86 CPU, a torch built with oneDNN and these two operators."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and platform.machine().lower() in {"x86_64", "amd64"}
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module) -> None:
+    """Replace the linear layers of a model in place, one after another, so that only one is ever held twice.
+
+    The output layer stays double where it shares its matrix with the embedding, which needs the rows as they are.
+    """
+    linears = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    for name in linears:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        module = getattr(parent, name.rpartition(".")[2])
+        # Conv1D, GPT-2's linear layer, keeps its weight as [in_features, out_features].
+        weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t().contiguous()
+        bias = None if module.bias is None else module.bias.detach()
+        setattr(parent, name.rpartition(".")[2], PackedLinear(weight, bias))

@@ -1,0 +1,115 @@
+"""The only token loop: prefill, then rounds of propose, verify, accept, roll back.
+
+Plain decoding is the same loop with nothing proposed. The loop knows no text: what ends a sequence is asked of `ends`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rakvctl.core.drafters import Drafter
+from rakvctl.core.engine import Engine
+from rakvctl.core.types import Action, Logits, PrefixMatch, Proposal, Request, StepEvent
+from rakvctl.core.verify import Verifier
+
+
+class Sequence:
+    """The tokens of one request as they grow, and how many more may come."""
+
+    def __init__(self, request: Request, max_new_tokens: int, ends: Callable[[int], bool]) -> None:
+        """`ends` is told each emitted token in order, and says whether the sequence ends with it."""
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_remaining = max_new_tokens
+        self.finished = False
+        self._ends = ends
+
+    def emit(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Append tokens up to the one that ends the sequence; return those appended."""
+        for count, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            self.num_remaining -= 1
+            self.finished = self._ends(token) or self.num_remaining == 0
+            if self.finished:
+                return tuple(token_ids[:count])
+        return tuple(token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLogits:
+    """Next-token logits out of the store, [vocab_size], as a backend would return them."""
+
+    scores: np.ndarray
+
+    def argmax(self) -> list[int]:
+        """The best token; of equal scores the lowest id."""
+        return [int(self.scores.argmax())]
+
+    def numpy(self) -> np.ndarray:
+        """The scores, [1, vocab_size]."""
+        return self.scores[None]
+
+
+def prefill(engine: Engine, prompt_token_ids: tuple[int, ...], match: PrefixMatch | None) -> Logits:
+    """Fill the cache with the prompt; return the logits of the next token.
+
+    Where a prefix of it is stored, its states are copied and only the rest goes through the model; where all of it is,
+    nothing does, and the logits are the stored ones.
+    """
+    engine.rollback(0)
+    if match is not None:
+        engine.restore(match.entry.kv, match.num_cloned_tokens)
+        if match.exact:
+            return StoredLogits(match.entry.next_logits)
+    return engine.prefill(prompt_token_ids[engine.length :])
+
+
+def decode(
+    sequence: Sequence,
+    action: Action,
+    first_logits: Logits,
+    engine: Engine,
+    drafter: Drafter | None,
+    verifier: Verifier,
+) -> Iterator[StepEvent]:
+    """Emit tokens after a prefilled prompt until the sequence is finished.
+
+    Before and after every round the cache holds all tokens but the last one emitted, and what was drafted in vain is
+    rolled back, also when the caller stops early or a pass fails.
+    """
+    committed = len(sequence.token_ids)
+    try:
+        first, _ = verifier.choose(first_logits)
+        yield StepEvent(sequence.emit([first]), num_draft_tokens=0, num_accepted_tokens=0)
+        while not sequence.finished:
+            length = len(sequence.token_ids)
+            proposal = _propose(sequence, action, engine, drafter, verifier)
+            logits = engine.verify((sequence.token_ids[-1], *proposal.token_ids))
+            num_accepted, following = verifier.accept(proposal, logits)
+            emitted = sequence.emit([*proposal.token_ids[:num_accepted], following])
+            num_accepted = min(num_accepted, len(emitted))
+            committed = length + num_accepted
+            _rollback(engine, drafter, committed)
+            yield StepEvent(emitted, len(proposal.token_ids), num_accepted)
+    finally:
+        _rollback(engine, drafter, committed)
+
+
+def _propose(
+    sequence: Sequence, action: Action, engine: Engine, drafter: Drafter | None, verifier: Verifier
+) -> Proposal:
+    """Draft as many tokens as the action says and as can still be emitted and held by both models."""
+    length = len(sequence.token_ids)
+    rooms = [limit - length for limit in (engine.max_positions, drafter and drafter.max_positions) if limit]
+    num_tokens = min(action.draft_len, sequence.num_remaining - 1, *rooms)
+    if drafter is None or num_tokens <= 0:
+        return Proposal(())
+    return drafter.propose(sequence.token_ids, num_tokens, verifier)
+
+
+def _rollback(engine: Engine, drafter: Drafter | None, length: int) -> None:
+    """Both caches to at most `length` positions."""
+    if engine.length > length:
+        engine.rollback(length)
+    if drafter is not None:
+        drafter.rollback(length)

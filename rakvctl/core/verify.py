@@ -1,0 +1,102 @@
+"""How tokens are chosen and how drafted ones are accepted: greedy, or by sampling without changing the distribution."""
+
+from typing import Protocol
+
+import numpy as np
+
+from rakvctl.core.types import Logits, Proposal, SamplingParams
+
+
+class Verifier(Protocol):
+    """Chooses tokens from logits, for the target and for a draft, and decides which drafted tokens stand."""
+
+    def choose(self, logits: Logits) -> tuple[int, np.ndarray | None]:
+        """Choose the token after the last position; with it the distribution it was drawn from, or None if greedy."""
+        ...
+
+    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
+        """Judge a proposal of k tokens by the target's logits of k + 1 positions.
+
+        Returns how many of its first tokens stand, and the token that follows them.
+        """
+        ...
+
+
+class GreedyVerifier:
+    """The target's best token, always: a drafted token stands if it is that one."""
+
+    def choose(self, logits: Logits) -> tuple[int, None]:
+        """The argmax of the last position."""
+        return logits.argmax()[-1], None
+
+    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
+        """Accept up to the first disagreement; the target's own token follows."""
+        best = logits.argmax()
+        accepted = 0
+        while accepted < len(proposal.token_ids) and proposal.token_ids[accepted] == best[accepted]:
+            accepted += 1
+        return accepted, best[accepted]
+
+
+class SamplingVerifier:
+    """Speculative sampling: accept a drafted token x with min(1, p(x)/q(x)), else draw from max(0, p - q), normalized.
+
+    p is the target's distribution and q the draft's, so what is emitted has distribution p (Leviathan et al. 2023,
+    theorem 1; Chen et al. 2023). The random numbers come from the request's seed.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._random = np.random.default_rng(params.seed)
+
+    def choose(self, logits: Logits) -> tuple[int, np.ndarray]:
+        """Draw from the distribution after the last position, [vocab_size]."""
+        probs = distribution(logits.numpy()[-1], self._params)
+        return self._draw(probs), probs
+
+    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
+        """Accept tokens one by one; where one is refused, draw from what the draft left over."""
+        scores = logits.numpy()
+        for index, token in enumerate(proposal.token_ids):
+            target = distribution(scores[index], self._params)
+            draft = _one_hot(token, len(target)) if proposal.probs is None else proposal.probs[index]
+            if self._random.random() * draft[token] >= target[token]:
+                rest = np.maximum(target - draft, 0.0)
+                return index, self._draw(rest / rest.sum() if rest.any() else target)
+        return len(proposal.token_ids), self._draw(distribution(scores[-1], self._params))
+
+    def _draw(self, probs: np.ndarray) -> int:
+        """Draw an index by inverting the cumulative distribution; an impossible token is never drawn."""
+        cumulative = np.cumsum(probs)
+        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return min(index, int(np.flatnonzero(probs)[-1]))
+
+
+def make_verifier(params: SamplingParams) -> Verifier:
+    """Greedy at temperature 0, else sampling."""
+    return GreedyVerifier() if params.temperature == 0 else SamplingVerifier(params)
+
+
+def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probabilities [vocab_size], float64, of logits after temperature, then top-k, then top-p.
+
+    Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case.
+    """
+    scaled = scores.astype(np.float64) / params.temperature
+    if 0 < params.top_k < len(scaled):
+        kept = np.argpartition(scaled, -params.top_k)[-params.top_k :]
+        scaled = np.where(np.isin(np.arange(len(scaled)), kept), scaled, -np.inf)
+    probs: np.ndarray = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    if params.top_p < 1.0:
+        order = np.argsort(-probs, kind="stable")
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= params.top_p]] = 0.0
+        probs /= probs.sum()
+    return probs
+
+
+def _one_hot(token: int, size: int) -> np.ndarray:
+    probs = np.zeros(size)
+    probs[token] = 1.0
+    return probs

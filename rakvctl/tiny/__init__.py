@@ -1,0 +1,1 @@
+"""The model pair that ships inside the package; see MODEL_CARD.md."""
