@@ -3,6 +3,8 @@
 import hashlib
 import shutil
 import tempfile
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import platformdirs
@@ -41,7 +43,8 @@ def convert(path: Path, destination: Path) -> None:
             "make it writable, or set XDG_CACHE_HOME to another directory",
         ) from error
     try:
-        with quiet_transformers():
+        # Its progress bars heed no setting.
+        with quiet_transformers(), redirect_stderr(StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent,
