@@ -36,7 +36,7 @@ class TextCodec:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens that the model expects around it."""
-        return self._checked(self.tokenizer(text).input_ids)
+        return self._tokenize(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat, up to where the assistant's answer begins.
@@ -51,9 +51,15 @@ class TextCodec:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "check roles and order") from error
-        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self._tokenize(text, add_special_tokens=False)
 
-    def _checked(self, token_ids: list[int]) -> tuple[int, ...]:
+    def _tokenize(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError("the prompt is not valid UTF-8", "give it as Unicode text") from error
+        # Not verbose: a warning of the tokenizer about long prompts would go to the terminal.
+        token_ids = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
         if not token_ids:
             raise RequestError("the prompt is empty", "give at least one token of text")
         return tuple(token_ids)
