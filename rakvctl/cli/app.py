@@ -1,5 +1,6 @@
 """The program `rakvctl`: its commands, their options, and the one place where errors become exit codes."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -177,7 +178,9 @@ def generate(
     budget_bytes = parse_bytes(kv_budget)
     source = inputs.open_prompts(prompt, file or [], input_format, sampling)
 
-    # The runtime brings torch along, which takes seconds to import: only where it is needed.
+    # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
+    # all that is imported for garbage again and again.
+    gc.disable()
     from rakvctl.cli.generate import GenerateOptions
     from rakvctl.cli.generate import generate as run_generate
     from rakvctl.core.loading import RuntimeOptions

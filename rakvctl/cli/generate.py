@@ -1,5 +1,6 @@
 """`rakvctl generate`: prompts through the runtime, results to the writer, one after another."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
     with _output_stream(options) as (stream, finished):
         runtime = load_runtime(runtime_options, (lambda _: None) if options.quiet else render.print_note)
+        # What was imported and loaded stays: leave it out of all collections to come.
+        gc.freeze()
+        gc.enable()
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
         with _progress(source, options, totals) as advance:

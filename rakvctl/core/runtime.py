@@ -132,7 +132,7 @@ class Runtime:
         if match is not None and match.exact:
             if match.entry.draft_kv is None and drafter is not None:
                 self._store.insert(replace(match.entry, draft_kv=drafter.snapshot(len(prompt))))
-        elif len(prompt) >= BUCKET_TOKENS and self._target.num_bytes(len(prompt)) <= self._store.budget_bytes:
+        elif len(prompt) >= BUCKET_TOKENS and self._store.make_room(self._target.num_bytes(len(prompt))):
             self._store.insert(
                 PrefixEntry(
                     model_key=self._target.model_key,

@@ -26,11 +26,6 @@ class PrefixStore:
         """Memory held by all entries."""
         return self._tier.num_bytes
 
-    @property
-    def budget_bytes(self) -> int:
-        """The most memory that entries may hold."""
-        return self._tier.budget_bytes
-
     def __len__(self) -> int:
         return len(self._tier)
 
@@ -71,6 +66,17 @@ class PrefixStore:
         bucket[_entry_digest(entry)] = entry
         for gone in self._tier.put(_entry_digest(entry), entry):
             self._forget(gone)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Evict what must go for an entry about to be made, so that it never adds to a full store.
+
+        False, and nothing evicted, where the entry would not fit an empty store either.
+        """
+        if num_bytes > self._tier.budget_bytes:
+            return False
+        for gone in self._tier.make_room(num_bytes):
+            self._forget(gone)
+        return True
 
     def _forget(self, entry: PrefixEntry) -> None:
         """Take an entry that the tier gave up out of its bucket, unless a newer one has taken its place."""

@@ -30,10 +30,16 @@ class MemoryTier:
         gone = [self.remove(key)] if key in self._entries else []
         if entry.num_bytes > self.budget_bytes:
             return [*gone, entry]
-        while self.num_bytes + entry.num_bytes > self.budget_bytes:
-            gone.append(self.remove(next(iter(self._entries))))
+        gone += self.make_room(entry.num_bytes)
         self._entries[key] = entry
         self.num_bytes += entry.num_bytes
+        return gone
+
+    def make_room(self, num_bytes: int) -> list[PrefixEntry]:
+        """Drop and return the least recently used entries until `num_bytes` more fit (at most the whole budget)."""
+        gone = []
+        while self._entries and self.num_bytes + num_bytes > self.budget_bytes:
+            gone.append(self.remove(next(iter(self._entries))))
         return gone
 
     def remove(self, key: bytes) -> PrefixEntry:

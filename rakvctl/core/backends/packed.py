@@ -6,8 +6,10 @@ layout that oneDNN computes with. Passes of one to nine positions, which is what
 """
 
 import platform
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -41,6 +43,28 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+
+
+def detach_from_checkpoint(model: nn.Module, folder: Path) -> None:
+    """Let go of the loaded checkpoint file, of which a packed model needs only embedding and norms.
+
+    Weights as loaded are windows into a memory map of the whole file, and all of it stays resident while one of them
+    lives. An embedding gets a new map of its own, of which only the rows in use become resident; the rest is copied.
+    """
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        stored = _stored_tensor(folder, name) if name.rpartition(".")[0] in embeddings else None
+        same = stored is not None and stored.shape == parameter.shape and stored.dtype == parameter.dtype
+        parameter.data = stored if same and stored is not None else parameter.data.clone()
+
+
+def _stored_tensor(folder: Path, name: str) -> torch.Tensor | None:
+    """A weight of a checkpoint in one safetensors file, mapped anew; None where it is stored in another way."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 - not a dict
 
 
 @torch.inference_mode()

@@ -126,6 +126,7 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
         raise ModelError(f"cannot load {files.name}: {reason}", "check that it is a complete causal model") from error
     if packed.can_pack(model.device, model.dtype):
         packed.pack_linears(model)
+        packed.detach_from_checkpoint(model, files.location)
     return TorchBackend(model, _model_key(files, model), min(vocab_size, model.config.get_text_config().vocab_size))
 
 
