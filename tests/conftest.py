@@ -1,0 +1,39 @@
+"""What tests share: a pair of small random models in a directory."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `target` and `draft`: random GPT-2s of 256 positions, both with one byte-level tokenizer.
+
+    Greedy completions of them are always cut by their length: the end token, id 0, scores 0 everywhere, which is never
+    the best of all tokens.
+    """
+    # Here and not above: tests of what needs no torch run without importing it.
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.checkpoints import byte_tokenizer, save_checkpoint
+
+    tokenizer = byte_tokenizer()
+    directory = tmp_path_factory.mktemp("tiny")
+    for role, num_layers in (("target", 2), ("draft", 1)):
+        config = GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=256,
+            n_embd=32,
+            n_layer=num_layers,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            initializer_range=0.2,
+        )
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(num_layers)
+            model = GPT2LMHeadModel(config)
+            model.transformer.wte.weight[0] = 0.0
+        save_checkpoint(directory / role, model, tokenizer)
+    return directory
