@@ -1,5 +1,6 @@
 """Prompts in: from the argument, from files, from stdin; lazily, and a bad line is no reason to lose the others."""
 
+import codecs
 import json
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def open_prompts(
         argument = STDIN
     if argument == STDIN:
         argument, files = None, [STDIN, *files]
+    if files.count(STDIN) > 1:
+        raise UsageError("stdin is named twice", "it can be read once: name it once")
     streams = [_open(name, input_format) for name in files]
     several = len(files) + (argument is not None) > 1 or any(stream.kind is not InputFormat.TEXT for stream in streams)
 
@@ -89,6 +92,8 @@ class _Stream:
 
 def _open(name: str, input_format: InputFormat) -> _Stream:
     """Open a file. By itself it is JSON Lines if it is called so or begins with an object that holds a prompt."""
+    if name == STDIN and sys.stdin is None:
+        raise UsageError("stdin is closed", "give the prompt as an argument or with -f FILE")
     try:
         file = sys.stdin.buffer if name == STDIN else Path(name).open("rb")  # noqa: SIM115 - closed by `pieces`
         head = file.readline() if input_format is InputFormat.AUTO else b""
@@ -96,7 +101,8 @@ def _open(name: str, input_format: InputFormat) -> _Stream:
         raise RakvError(f"cannot read {name}: {error.strerror}", "check the path given with -f") from error
     if input_format is not InputFormat.AUTO:
         return _Stream(file, input_format, head)
-    is_object = head.lstrip().startswith(b"{") and (b'"prompt"' in head or b'"messages"' in head)
+    has_prompt = b'"prompt"' in head or b'"messages"' in head
+    is_object = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and has_prompt
     is_jsonl = is_object or Path(name).suffix.lower() in {".jsonl", ".ndjson"}
     return _Stream(file, InputFormat.JSONL if is_jsonl else InputFormat.TEXT, head)
 
@@ -125,7 +131,7 @@ def _decode(raw: bytes) -> str:
 def _parse(text: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON: {error}", "each line must be one JSON object") from error
     if not isinstance(fields, dict):
         raise RequestError("not a JSON object", 'each line must look like {"prompt": "..."}')
@@ -178,7 +184,8 @@ def _sampling(fields: dict[str, Any], default: SamplingParams) -> SamplingParams
 
 def _number(fields: dict[str, Any], name: str, smallest: int, kind: Any) -> Any:
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, kind) or not smallest <= value < float("inf"):
+    # The largest float bounds integers too: beyond it they cannot become one.
+    if isinstance(value, bool) or not isinstance(value, kind) or not smallest <= value <= sys.float_info.max:
         what = "an integer" if kind is int else "a number"
         raise RequestError(f"`{name}` is not {what} from {smallest} on", f"correct `{name}`, or leave it out")
     return value

@@ -1,6 +1,7 @@
 """Options that commands share, and the parsing of their values."""
 
 import re
+import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -52,7 +53,10 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"{text} is not a size", "write a number with a unit, such as 512MiB, 2GB or 0")
     unit = (match["unit"] or "B").upper()
     base = 1024 if unit.endswith("IB") else 1000
-    return int(float(match["number"]) * base ** _POWERS.get(unit[0], 0))
+    size = float(match["number"]) * base ** _POWERS.get(unit[0], 0)
+    if size > sys.maxsize:
+        raise UsageError(f"{text} is more than any memory", "write a number with a unit, such as 512MiB, 2GB or 0")
+    return int(size)
 
 
 _MODELS = "Models"

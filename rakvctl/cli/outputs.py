@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -25,10 +26,11 @@ def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
     Error records and a line that was cut off half-way are dropped first: their prompts run again.
     """
     try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        content = path.read_bytes() if path.exists() else b""
+        lines = content.splitlines()
         complete = [(prompt_id, line) for line in lines if (prompt_id := _complete_id(line)) is not None]
-        if len(complete) < len(lines):
-            _replace(path, [line for _, line in complete])
+        if len(complete) < len(lines) or (content and not content.endswith(b"\n")):
+            _replace(path.resolve(), [line for _, line in complete])
         stream = path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -47,10 +49,16 @@ def _complete_id(line: bytes) -> PromptId | None:
 
 
 def _replace(path: Path, lines: list[bytes]) -> None:
-    """Write the lines in place of the file's content, all or nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as unfinished:
-        unfinished.writelines(line + b"\n" for line in lines)
-    os.replace(unfinished.name, path)
+    """Write the lines in place of the file's content, all or nothing; who may read it stays as it was."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(descriptor, "wb") as unfinished:
+            unfinished.writelines(line + b"\n" for line in lines)
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _cannot_write(path: Path, error: OSError) -> RakvError:

@@ -54,8 +54,9 @@ def _rounded(value: float | None) -> float | None:
 
 
 def print_error(message: str, hint: str) -> None:
-    """Two lines on stderr."""
-    print(f"Error: {message}\nHint: {hint}", file=sys.stderr)  # noqa: T201
+    """Two lines on stderr, whatever line breaks the texts quote."""
+    for label, text in (("Error", message), ("Hint", hint)):
+        print(f"{label}: {' '.join(text.split())}", file=sys.stderr)  # noqa: T201
 
 
 def print_note(message: str) -> None:
