@@ -510,7 +510,7 @@ def test_notes_go_to_stderr_unless_they_are_unwanted(run_generate: Call, monkeyp
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stderr is a terminal, stdout is not."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: stream is sys.stderr)
 
 
 @pytest.mark.usefixtures("terminal")
@@ -527,7 +527,7 @@ def test_no_progress_is_shown_for_one_prompt_or_quietly_or_among_the_results(
     lines = b'{"prompt": "hello"}\n'
     assert run_generate("hello", "-n", "2").err == ""
     assert run_generate("-n", "2", "--quiet", stdin=lines).err == ""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: stream in (sys.stderr, sys.stdout))
     assert run_generate("-n", "2", stdin=lines).err == ""
 
 

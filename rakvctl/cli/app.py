@@ -1,7 +1,9 @@
 """The program `rakvctl`: its commands, their options, and the one place where errors become exit codes."""
 
 import gc
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -184,7 +186,8 @@ def generate(
     from rakvctl.cli.generate import generate as run_generate
     from rakvctl.core.loading import RuntimeOptions
 
-    return run_generate(
+    return _until_the_pipe_closes(
+        run_generate,
         source,
         RuntimeOptions(
             target=target,
@@ -200,8 +203,21 @@ def generate(
     )
 
 
+def _until_the_pipe_closes(command: Callable[..., int], *arguments: object) -> int:
+    """Run a command; where nobody reads its output any more, as with `| head -1`, that is a quiet end."""
+    try:
+        return command(*arguments)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: let it flush into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
 def main() -> None:
     """Run the program and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    # A stream that the caller closed is None: what would go there goes nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(_run())

@@ -39,6 +39,8 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
     as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
     if options.resume and (options.out is None or (options.output is None and not source.several) or as_text):
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
+    if options.out and options.out.exists() and any(options.out.samefile(file) for file in source.files):
+        raise UsageError(f"{options.out} is read and written", "give --out another file than the prompts'")
     with _output_stream(options) as (stream, finished):
         runtime = load_runtime(runtime_options, (lambda _: None) if options.quiet else render.print_note)
         # What was imported and loaded stays: leave it out of all collections to come.

@@ -37,10 +37,11 @@ class BadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """All prompts of one call. `several`: they come from something that can hold more than one."""
+    """All prompts of one call. `several`: from what can hold more than one. `files`: what they are read from."""
 
     prompts: Iterator[Prompt | BadPrompt]
     several: bool
+    files: tuple[Path, ...] = ()
 
 
 def open_prompts(
@@ -70,7 +71,7 @@ def open_prompts(
                 number += 1
                 yield _read(raw, stream.kind, number, sampling)
 
-    return PromptSource(prompts(), several)
+    return PromptSource(prompts(), several, tuple(Path(name) for name in files if name != STDIN))
 
 
 @dataclass(frozen=True, slots=True)

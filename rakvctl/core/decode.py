@@ -108,8 +108,8 @@ def _propose(
 
 
 def _rollback(engine: Engine, drafter: Drafter | None, length: int) -> None:
-    """Both caches to at most `length` positions."""
+    """Both caches to at most `length` positions; states that know only all or nothing are dropped."""
     if engine.length > length:
-        engine.rollback(length)
+        engine.rollback(length if engine.can_rollback else 0)
     if drafter is not None:
         drafter.rollback(length)

@@ -40,9 +40,11 @@ class Engine:
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
         """Append prompt tokens (at least one); return the logits of the next token, [1, vocab_size]."""
-        last_chunk = (len(token_ids) - 1) // _PREFILL_CHUNK_TOKENS * _PREFILL_CHUNK_TOKENS
-        for start in range(0, last_chunk, _PREFILL_CHUNK_TOKENS):
-            self._backend.forward(token_ids[start : start + _PREFILL_CHUNK_TOKENS], num_logits=1)
+        # Recurrent models take a prompt in one pass: their passes over several tokens begin from an empty state.
+        chunk = _PREFILL_CHUNK_TOKENS if self.can_rollback else len(token_ids)
+        last_chunk = (len(token_ids) - 1) // chunk * chunk
+        for start in range(0, last_chunk, chunk):
+            self._backend.forward(token_ids[start : start + chunk], num_logits=1)
         return self._backend.forward(token_ids[last_chunk:], num_logits=1)
 
     def step(self, token_id: int) -> Logits:

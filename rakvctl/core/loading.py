@@ -67,9 +67,11 @@ def load_codec(files: ModelFiles) -> TextCodec:
     try:
         with torch_hf.quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(files.location, local_files_only=True, trust_remote_code=False)
+        return TextCodec(tokenizer, _end_token_ids(files, tokenizer.eos_token_id))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load the tokenizer of {files.name}", "the model needs its tokenizer files") from error
-    return TextCodec(tokenizer, _end_token_ids(files, tokenizer.eos_token_id))
+        raise ModelError(
+            f"cannot load the tokenizer of {files.name}", "the model needs its tokenizer and config files, undamaged"
+        ) from error
 
 
 def _draft_name(options: RuntimeOptions) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -53,13 +54,12 @@ class ForwardOnlyCache:
         self.length += num_tokens
 
     def rollback(self, length: int) -> None:
-        """Only all or nothing can be forgotten."""
-        if length == self.length:
-            return
-        if length != 0:
+        """Only all or nothing can be forgotten; all, also where a failed pass left states behind it."""
+        if length == 0:
+            self.length = 0
+            self.states = DynamicCache(config=self._model.config)
+        elif length != self.length:
             raise ValueError("recurrent states cannot be rolled back")
-        self.length = 0
-        self.states = DynamicCache(config=self._model.config)
 
     def num_bytes(self, num_tokens: int) -> int:
         raise NotImplementedError("recurrent states are not stored")
@@ -80,7 +80,7 @@ class TorchBackend:
         self._vocab_size = vocab_size
         self._cache_argument = _cache_argument(model)
         self.model_key = model_key
-        self.can_rollback = _keeps_all_positions(model.config)
+        self.can_rollback = keeps_all_positions(model.config)
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = TorchKVCache(num_layers) if self.can_rollback else ForwardOnlyCache(model)
 
@@ -121,10 +121,11 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
                 files.location, dtype=torch_dtype, local_files_only=True, trust_remote_code=False
             )
         model = model.to(torch_device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"cannot load {files.name}: {reason}", "check that it is a complete causal model") from error
-    if packed.can_pack(model.device, model.dtype):
+    # Recurrent layers read the weights of their linear layers directly.
+    if packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config):
         packed.pack_linears(model)
         packed.detach_from_checkpoint(model, files.location)
     return TorchBackend(model, _model_key(files, model), min(vocab_size, model.config.get_text_config().vocab_size))
@@ -171,7 +172,7 @@ def _cache_argument(model: Any) -> str:
     raise ModelError(f"{type(model).__name__} takes no cache", "use a causal model that generates with a KV cache")
 
 
-def _keeps_all_positions(config: Any) -> bool:
+def keeps_all_positions(config: Any) -> bool:
     """Whether every layer's states are plain keys and values by position (or the layer keeps none)."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     layers = DynamicCache(config=config).layers
