@@ -510,7 +510,11 @@ def test_notes_go_to_stderr_unless_they_are_unwanted(run_generate: Call, monkeyp
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stderr is a terminal, stdout is not."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: stream is sys.stderr)
+
+    def is_stderr(stream: object) -> bool:
+        return stream is getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    monkeypatch.setattr(type(sys.stderr), "isatty", is_stderr)
 
 
 @pytest.mark.usefixtures("terminal")

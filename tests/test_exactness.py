@@ -47,7 +47,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def assert_all_policies_agree(pair: Pair, num_prompts: int, num_tokens: int, policies: list[str]) -> None:
-    """Every policy with a store of its own over all prompts in turn, each of them twice: cold or partly warm, then warm."""
+    """Every policy with a store of its own over all prompts in turn, each of them twice: cold, then warm."""
     encoded = (pair.codec.encode(prompt) for prompt in real_prompts())
     prompts = [ids for ids in encoded if len(ids) <= MAX_PROMPT_TOKENS][:num_prompts]
     assert len(prompts) == num_prompts

@@ -126,7 +126,7 @@ def _progress(source: PromptSource, options: GenerateOptions, totals: Totals) ->
         yield lambda: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("0 prompts")
 
         def advance() -> None:
