@@ -12,6 +12,11 @@ class RakvError(Exception):
         self.hint = hint
 
 
+def first_line(error: Exception) -> str:
+    """What an exception of somebody else's says, in one line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class UsageError(RakvError):
     """The command, an option or a combination of options makes no sense."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
-from rakvctl.core.errors import ModelError
+from rakvctl.core.errors import ModelError, first_line
 
 
 def file_identity(path: Path) -> str:
@@ -32,7 +32,7 @@ def convert(path: Path, destination: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from rakvctl.core.backends.torch_hf import quiet_transformers
+    from rakvctl.core.backends.torch_hf import quiet_transformers, refuse_incomplete
 
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -46,21 +46,22 @@ def convert(path: Path, destination: Path) -> None:
         # Its progress bars heed no setting.
         with quiet_transformers(), redirect_stderr(StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-            model = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 path.parent,
                 gguf_file=path.name,
                 quantization_config=GgufConfig(dequantize=True),
                 dtype=torch.float32,
+                output_loading_info=True,
             )
+            refuse_incomplete(info)
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
         unfinished.rename(destination)
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # whatever transformers stumbles over in a file that is not as it should be
         if destination.is_dir():
             return  # another process was faster
-        reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"cannot convert {path.name}: {reason}", "check that the file is complete and of a known kind"
+            f"cannot convert {path.name}: {first_line(error)}", "check that the file is complete and of a known kind"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

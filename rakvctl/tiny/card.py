@@ -19,6 +19,7 @@ class Training:
     num_files: int
     num_held_out_files: int
     num_tokens: int
+    num_test_tokens: int
     target_tokens_seen: int
     draft_tokens_seen: int
     target_minutes: float
@@ -122,12 +123,13 @@ source code in its look; they know nothing and follow no instructions.
 
 - Tokenizer: byte-level BPE, {vocab} tokens. Positions: {positions}, all trained. Weights: float16.
 - Data: the standard library sources of CPython {python} as installed ({t.num_files} files, {t.num_tokens:,} tokens),
-  without tests, character tables and help topics. About every twentieth file ({t.num_held_out_files}), chosen by a hash
-  of its path, was held out.
+  without character tables and help topics; for the draft also its tests ({t.num_test_tokens:,} tokens). About every
+  twentieth file ({t.num_held_out_files}), chosen by a hash of its path, was held out.
 - Licence of the data: Python Software Foundation License Version 2, with the notices of single modules. The weights
   are distributed under the project's licence.
 - Training: `python -m rakvctl.tiny.train`, seed {t.seed}, torch {torch}, {threads} CPU threads, bfloat16 with float32
-  master weights. The draft was trained on the target's predictions, not on the text.
+  master weights; times are wall-clock, whatever else the machine did. The draft was trained on the target's
+  predictions, not on the text.
 
 Measured on the held-out files:
 

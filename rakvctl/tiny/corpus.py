@@ -1,12 +1,13 @@
 """The training text of the pair `tiny`: the running Python's own standard library sources.
 
 Knows nothing of models. Files are split into training and held-out by a hash of their path, so the split is the same
-on every machine that has the same Python.
+on every machine that has the same Python. The library's tests are kept apart: the target never sees them.
 """
 
 import hashlib
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,32 +16,37 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_ID = 0
 
-# Tests are not installed by every distribution; character tables and help topics are data rather than code.
-_SKIPPED_DIRS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-    "__pycache__",
-}
+# Character tables and help topics are data rather than code.
+_SKIPPED_DIRS = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+_TEST_DIRS = {"test", "tests", "idle_test"}
 _HELD_OUT_ONE_IN = 20
 
 
-def source_files() -> tuple[list[Path], list[Path]]:
-    """Return (training files, held-out files) of the standard library, each sorted by path."""
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """Files of the standard library, each list sorted by path; `tests` is empty where the tests are not installed."""
+
+    training: list[Path]
+    held_out: list[Path]
+    tests: list[Path]
+
+
+def source_files() -> SourceFiles:
+    """Find the standard library's own sources and split them."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    training: list[Path] = []
-    held_out: list[Path] = []
+    files = SourceFiles([], [], [])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if _SKIPPED_DIRS.intersection(relative.parts):
             continue
         digest = hashlib.blake2b(relative.as_posix().encode(), digest_size=4).digest()
-        (held_out if int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0 else training).append(path)
-    return training, held_out
+        if _TEST_DIRS.intersection(relative.parts):
+            files.tests.append(path)
+        elif int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0:
+            files.held_out.append(path)
+        else:
+            files.training.append(path)
+    return files
 
 
 def read_all(paths: list[Path]) -> Iterator[str]:

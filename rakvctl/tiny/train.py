@@ -146,7 +146,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tiny"), help="directory to write (default: ./tiny)")
     parser.add_argument("--steps", type=int, default=1600, help="training steps of the target (default: 1600)")
-    parser.add_argument("--draft-steps", type=int, default=1200, help="training steps of the draft (default: 1200)")
+    parser.add_argument(
+        "--draft-steps", type=int, nargs=2, default=(700, 780), metavar=("N", "M"),
+        help="training steps of the draft, on the target's text, then also on the tests (default: 700 780)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     return parser.parse_args()
 
@@ -155,9 +158,8 @@ def main() -> None:
     """Tokenizer, target, draft, checkpoints, model card."""
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
-    started = time.monotonic()
-    training_files, held_out_files = corpus.source_files()
-    bpe = corpus.train_tokenizer(training_files, _VOCAB_SIZE)
+    files = corpus.source_files()
+    bpe = corpus.train_tokenizer(files.training, _VOCAB_SIZE)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=corpus.END_OF_TEXT,
@@ -165,30 +167,33 @@ def main() -> None:
         model_max_length=_NUM_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
-    stream, held_out = corpus.encode(training_files, bpe), corpus.encode(held_out_files, bpe)
-    print(f"{len(training_files)} files, {len(stream)} tokens; held out {len(held_out_files)} files", flush=True)
+    stream, held_out, tests = (corpus.encode(paths, bpe) for paths in (files.training, files.held_out, files.tests))
+    print(f"{len(files.training)} files, {len(stream)} tokens; held out {len(files.held_out)} files", flush=True)
 
+    started = time.monotonic()
     target, draft = make_model(num_layers=6, width=256), make_model(num_layers=2, width=192)
     train(target, stream, arguments.steps, arguments.seed)
     save(target, tokenizer, arguments.out / "target")
     target_minutes = (time.monotonic() - started) / 60
-    train(draft, stream, arguments.draft_steps, arguments.seed + 1, teacher=target)
+    # First on what the target knows by heart, then also on text that it must predict as it will its users': new to it.
+    train(draft, stream, arguments.draft_steps[0], arguments.seed + 1, teacher=target)
+    train(draft, torch.cat([stream, tests]), arguments.draft_steps[1], arguments.seed + 2, teacher=target)
     save(draft, tokenizer, arguments.out / "draft")
-    minutes = (time.monotonic() - started) / 60
 
-    facts = card.Training(
-        num_files=len(training_files),
-        num_held_out_files=len(held_out_files),
+    training = card.Training(
+        num_files=len(files.training),
+        num_held_out_files=len(files.held_out),
         num_tokens=len(stream),
+        num_test_tokens=len(tests),
         target_tokens_seen=arguments.steps * _TOKENS_PER_STEP,
-        draft_tokens_seen=arguments.draft_steps * _TOKENS_PER_STEP,
+        draft_tokens_seen=sum(arguments.draft_steps) * _TOKENS_PER_STEP,
         target_minutes=target_minutes,
-        draft_minutes=minutes - target_minutes,
+        draft_minutes=(time.monotonic() - started) / 60 - target_minutes,
         seed=arguments.seed,
     )
-    bytes_per_token = sum(path.stat().st_size for path in held_out_files) / len(held_out)
+    bytes_per_token = sum(path.stat().st_size for path in files.held_out) / len(held_out)
     quality = card.evaluate(target, draft, held_out, bytes_per_token)
-    (arguments.out / "MODEL_CARD.md").write_text(card.render(target, draft, facts, quality), encoding="utf-8")
+    (arguments.out / "MODEL_CARD.md").write_text(card.render(target, draft, training, quality), encoding="utf-8")
     print(quality)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rakvctl.core.backends import packed
-from rakvctl.core.errors import ModelError, UsageError
+from rakvctl.core.errors import ModelError, UsageError, first_line
 from rakvctl.core.kv import TorchKVCache
 from rakvctl.core.models import ModelFiles
 from rakvctl.core.types import KVCache, KVSnapshot
@@ -117,18 +116,31 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
         torch_dtype = torch.float32
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                files.location, dtype=torch_dtype, local_files_only=True, trust_remote_code=False
+            model, info = AutoModelForCausalLM.from_pretrained(
+                files.location,
+                dtype=torch_dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+        refuse_incomplete(info)
         model = model.to(torch_device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot load {files.name}: {reason}", "check that it is a complete causal model") from error
+    except Exception as error:  # whatever transformers stumbles over in a checkpoint that is not as it should be
+        raise ModelError(
+            f"cannot load {files.name}: {first_line(error)}", "check that it is a complete causal model"
+        ) from error
     # Recurrent layers read the weights of their linear layers directly.
     if packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config):
         packed.pack_linears(model)
         packed.detach_from_checkpoint(model, files.location)
     return TorchBackend(model, _model_key(files, model), min(vocab_size, model.config.get_text_config().vocab_size))
+
+
+def refuse_incomplete(loading_info: dict[str, Any]) -> None:
+    """Raise ValueError where transformers would fill weights that a checkpoint lacks with random numbers."""
+    lacking = [*loading_info["missing_keys"], *loading_info["mismatched_keys"]]
+    if lacking:
+        raise ValueError(f"{len(lacking)} of its weights are missing or of another shape")
 
 
 def pick_device(name: str) -> torch.device:
