@@ -1,6 +1,7 @@
-"""The measurements that the README quotes, not tests: `python -m tests.measure_generate speed|repeat|memory|start`.
+"""What the README quotes, not tests: `python -m tests.measure_generate speed|pair|repeat|memory|start`.
 
 speed: `ar` against transformers' `generate(do_sample=False)`, same weights, dtype and threads, in turn.
+pair: on `tiny`, steps of target and draft, and the policies.
 repeat: time to first token of a 1,000-token prompt, cold and as an exact repeat, in turn.
 memory: peak resident memory of whole processes.
 start: from imported torch and transformers to the first token on `tiny`, in processes of their own.
@@ -10,6 +11,7 @@ Prints a JSON object with medians and quartiles, the raw samples and the machine
 import argparse
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from rakvctl.core.backends.torch_hf import load_backend
+from rakvctl.core.engine import Engine
 from rakvctl.core.loading import load_codec
 from rakvctl.core.models import find_model
 from rakvctl.core.types import Request, SamplingParams
@@ -93,6 +96,38 @@ def measure_speed(name: str, num_prompts: int, num_tokens: int) -> dict[str, Any
         "tokens_per_s": {arm: spread(samples) for arm, samples in rates.items()},
         "ratio": spread(ratios),
         "equal_outputs": f"{num_equal} of {num_prompts}",
+    }
+
+
+def measure_pair(num_prompts: int, num_tokens: int) -> dict[str, Any]:
+    """On `tiny`: one-token steps of target and draft in turn, and tokens a second of the policies in turn."""
+    target, draft = (find_model("tiny", role, print) for role in ("target", "draft"))
+    codec = load_codec(target)
+    pair = Pair(codec, *(load_backend(files, "cpu", "float32", codec.vocab_size) for files in (target, draft)))
+    engines = {"target": Engine(pair.target), "draft": Engine(pair.draft)}
+    for engine in engines.values():
+        engine.prefill(range(1, 257))
+    steps: dict[str, list[float]] = {"target": [], "draft": []}
+    for _ in range(300):
+        for name, engine in engines.items():
+            steps[name].append(seconds(lambda engine=engine: engine.step(5).argmax())[0] * 1e3)
+            engine.rollback(256)
+    rates: dict[str, list[float]] = {"ar": [], "spec-2": [], "spec-4": [], "spec-8": []}
+    prompts = [ids for ids in map(codec.encode, real_prompts()) if len(ids) < 1200][:num_prompts]
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    num_drafted = num_accepted = 0
+    for ids in prompts:
+        for policy in random.sample(list(rates), len(rates)):
+            completion = pair.runtime(policy).run(Request(ids, sampling))
+            rates[policy].append(len(completion.token_ids) / completion.total_ms * 1e3)
+            if policy == "spec-4":
+                num_drafted += completion.num_draft_tokens
+                num_accepted += completion.num_accepted_tokens
+    return {
+        "step_ms": {name: spread(samples) for name, samples in steps.items()},
+        "step_ratio": statistics.median(steps["draft"]) / statistics.median(steps["target"]),
+        "tokens_per_s": {policy: spread(samples) for policy, samples in rates.items()},
+        "spec_4_acceptance_rate": num_accepted / num_drafted,
     }
 
 
@@ -173,13 +208,14 @@ def measure_start(num_repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "repeat", "memory", "start"])
+    parser.add_argument("what", choices=["speed", "pair", "repeat", "memory", "start"])
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--prompts", type=int, default=12, help="prompts or repetitions (default: 12)")
     parser.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default: 128)")
     arguments = parser.parse_args()
     results = {
         "speed": lambda: measure_speed(arguments.target, arguments.prompts, arguments.new_tokens),
+        "pair": lambda: measure_pair(arguments.prompts, arguments.new_tokens),
         "repeat": lambda: measure_repeat(arguments.target, arguments.prompts),
         "memory": lambda: measure_memory(arguments.target),
         "start": lambda: measure_start(arguments.prompts),
