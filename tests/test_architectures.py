@@ -1,5 +1,6 @@
 """Real transformers architectures, tiny and random: every policy gives the tokens of transformers' own `generate`."""
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -438,3 +439,16 @@ def test_what_the_loader_gives_is_packed_in_float32_only(llama: Path) -> None:
     assert packed.PackedLinear in kinds["float32"]
     assert nn.Linear not in kinds["float32"]
     assert packed.PackedLinear not in kinds["bfloat16"]
+
+
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_of_the_checkpoint_file_a_packed_model_holds_on_to_embeddings_only(architecture: str, tmp_path: Path) -> None:
+    """Each of them is a map of its own. One more, held by a bias, would keep all weights in memory a second time."""
+    files = ModelFiles("test", build_checkpoint(tmp_path, architecture))
+    backend = load_backend(files, "cpu", "float32", VOCAB_SIZE)
+    gc.collect()
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    embeddings = [module for module in backend._model.modules() if isinstance(module, nn.Embedding)]
+    assert len(maps) <= len(embeddings)

@@ -39,7 +39,7 @@ def rakvctl() -> None:
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; without one, and for '-', stdin is read.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one, and for '-', stdin is read.")
     ] = None,
     target: Target = "tiny",
     draft: Draft = None,
@@ -166,6 +166,8 @@ def generate(
     ] = False,
 ) -> int:
     """Generate text from one prompt or from files of prompts."""
+    if temperature == float("inf"):
+        raise UsageError("--temperature must be finite", "2 is already very random")
     if top_p == 0.0 or (stop and "" in stop):
         raise UsageError("--top-p must be above 0 and --stop must not be empty", "leave the option out to turn it off")
     sampling = SamplingParams(

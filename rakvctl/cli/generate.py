@@ -39,13 +39,16 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
     as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
     if options.resume and (options.out is None or (options.output is None and not source.several) or as_text):
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
-    if options.out and options.out.exists() and any(options.out.samefile(file) for file in source.files):
-        raise UsageError(f"{options.out} is read and written", "give --out another file than the prompts'")
+    if options.out is not None:
+        outputs.refuse_overwriting(options.out, source.files)
     with _output_stream(options) as (stream, finished):
         runtime = load_runtime(runtime_options, (lambda _: None) if options.quiet else render.print_note)
         # What was imported and loaded stays: leave it out of all collections to come.
+        gc.collect()
         gc.freeze()
         gc.enable()
+        if options.out is not None and options.out.is_file() and not options.resume:
+            stream.truncate(0)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
         with _progress(source, options, totals) as advance:

@@ -43,13 +43,11 @@ class TextCodec:
 
         Raises RequestError where the model has no chat template or its template refuses these messages.
         """
-        import jinja2
-
         if not self.has_chat_template:
             raise RequestError("the model has no chat template", "give a plain `prompt`, or --raw, or a chat model")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program of the model's makers, and may fail in any way
             raise RequestError(f"the chat template refuses these messages: {error}", "check roles and order") from error
         return self._tokenize(text, add_special_tokens=False)
 

@@ -82,11 +82,13 @@ def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
 
     Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case.
     """
-    scaled = scores.astype(np.float64) / params.temperature
+    # The best score is taken off first: whatever the temperature, nothing overflows but to minus infinity.
+    with np.errstate(over="ignore"):
+        scaled = (scores - scores.max()).astype(np.float64) / params.temperature
     if 0 < params.top_k < len(scaled):
         kept = np.argpartition(scaled, -params.top_k)[-params.top_k :]
         scaled = np.where(np.isin(np.arange(len(scaled)), kept), scaled, -np.inf)
-    probs: np.ndarray = np.exp(scaled - scaled.max())
+    probs: np.ndarray = np.exp(scaled)
     probs /= probs.sum()
     if params.top_p < 1.0:
         order = np.argsort(-probs, kind="stable")

@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 # The layout is chosen for this many rows; the kernels accept any number.
 _ROWS_HINT = 4
+# Below this many weights the call costs more than the layout saves on a single row.
+_MIN_WEIGHTS = 2**17
 
 
 class PackedLinear(nn.Module):
@@ -69,11 +71,15 @@ def _stored_tensor(folder: Path, name: str) -> torch.Tensor | None:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> None:
-    """Replace the linear layers of a model in place, one after another, so that only one is ever held twice.
+    """Replace the larger linear layers of a model in place, one after another, so that only one is ever held twice.
 
     The output layer stays double where it shares its matrix with the embedding, which needs the rows as they are.
     """
-    linears = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and module.weight.numel() >= _MIN_WEIGHTS
+    ]
     for name in linears:
         parent = model.get_submodule(name.rpartition(".")[0])
         module = getattr(parent, name.rpartition(".")[2])
