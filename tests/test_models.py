@@ -649,7 +649,10 @@ def greedy(runtime: Runtime, prompt: str, max_new_tokens: int = 8) -> Completion
 
 
 def overwrite(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return damage
 
 
 def cut(name: str, share: float) -> Callable[[Path], None]:
