@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
 from rakvctl.core.backends import packed
@@ -468,3 +469,13 @@ def test_of_the_checkpoint_file_a_packed_model_holds_on_to_embeddings_only(archi
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     embeddings = [module for module in backend._model.modules() if isinstance(module, nn.Embedding)]
     assert len(maps) <= len(embeddings)
+
+
+@needs_packing
+def test_a_model_that_reads_a_packed_layers_weights_itself_runs_unpacked(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = serve(load_noting(llama, "ar")[0], FIRST).token_ids
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x.to(self.up_proj.weight.dtype)))
+    assert serve(load_noting(llama, "ar")[0], FIRST).token_ids == expected

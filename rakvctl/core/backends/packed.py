@@ -85,5 +85,5 @@ def pack_linears(model: nn.Module) -> None:
         module = getattr(parent, name.rpartition(".")[2])
         # Conv1D, GPT-2's linear layer, keeps its weight as [in_features, out_features].
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t().contiguous()
-        bias = None if module.bias is None else module.bias.detach()
+        bias = None if module.bias is None else module.bias.detach().clone()
         setattr(parent, name.rpartition(".")[2], PackedLinear(weight, bias))

@@ -114,26 +114,38 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
     torch_dtype: torch.dtype | str = getattr(torch, dtype) if dtype != "auto" else "auto"
     if dtype == "auto" and torch_device.type == "cpu":
         torch_dtype = torch.float32
-    try:
-        with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                files.location,
-                dtype=torch_dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        refuse_incomplete(info)
-        model = model.to(torch_device).eval()
-    except Exception as error:  # whatever transformers stumbles over in a checkpoint that is not as it should be
-        raise ModelError(
-            f"cannot load {files.name}: {first_line(error)}", "check that it is a complete causal model"
-        ) from error
+    model = _load_model(files, torch_dtype).to(torch_device)
     # Recurrent layers read the weights of their linear layers directly.
     if packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config):
         packed.pack_linears(model)
         packed.detach_from_checkpoint(model, files.location)
+        if not _runs(model):
+            model = _load_model(files, torch_dtype)
     return TorchBackend(model, _model_key(files, model), min(vocab_size, model.config.get_text_config().vocab_size))
+
+
+def _load_model(files: ModelFiles, dtype: torch.dtype | str) -> Any:
+    try:
+        with quiet_transformers():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                files.location, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+        refuse_incomplete(info)
+        return model.eval()
+    except Exception as error:  # whatever transformers stumbles over in a checkpoint that is not as it should be
+        raise ModelError(
+            f"cannot load {files.name}: {first_line(error)}", "check that it is a complete causal model"
+        ) from error
+
+
+@torch.inference_mode()
+def _runs(model: Any) -> bool:
+    """Whether a packed model still computes: some kinds read a layer's weights themselves, past the layer."""
+    try:
+        model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False)
+    except AttributeError:
+        return False
+    return True
 
 
 def refuse_incomplete(loading_info: dict[str, Any]) -> None:
