@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rakvctl.cli.options import parse_bytes
-from rakvctl.cli.outputs import open_output, resume_output
+from rakvctl.cli.outputs import empty, open_output, resume_output
 from rakvctl.cli.render import JsonlWriter, TextWriter, Writer, completion_record, error_record, print_error
 from rakvctl.cli.stats import Totals
 from rakvctl.core.errors import RakvError, RequestError, UsageError
@@ -249,12 +249,23 @@ def resumed(path: Path, then: str = "") -> tuple[str, Counter[str | int]]:
     return path.read_bytes().decode(), finished
 
 
-def test_a_new_run_begins_with_an_empty_file(tmp_path: Path) -> None:
+def test_a_new_run_begins_with_an_empty_file_and_not_before(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old\n")
     with open_output(path) as stream:
+        assert path.read_text() == "old\n"
+        empty(stream, path)
         stream.write("new\n")
     assert path.read_text() == "new\n"
+
+
+def test_only_records_are_resumed(tmp_path: Path) -> None:
+    """Somebody's notes are no output of ours: they are not to be dropped as if they were damaged records."""
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary\n")
+    with pytest.raises(UsageError, match=r"notes\.txt"):
+        resume_output(path)
+    assert path.read_text() == "dear diary\n"
 
 
 def test_a_run_may_be_resumed_that_never_began(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
         gc.collect()
         gc.freeze()
         gc.enable()
-        if options.out is not None and options.out.is_file() and not options.resume:
-            stream.truncate(0)
+        if options.out is not None and not options.resume:
+            outputs.empty(stream, options.out)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
         with _progress(source, options, totals) as advance:
@@ -84,7 +84,7 @@ def _complete(prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, w
     request = Request(_encode(prompt, runtime, chat), prompt.sampling)
     try:
         return runtime.run(request, writer.text)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, IndexError, ValueError) as error:
         if render.debugging():
             raise
         reason = (str(error).strip().splitlines() or [""])[0]

@@ -25,12 +25,18 @@ def refuse_overwriting(path: Path, prompt_files: tuple[Path, ...]) -> None:
 def open_output(path: Path) -> TextIO:
     """Open a file for new results, what it holds still in it. Raises RakvError where it cannot be written.
 
-    The caller empties it once nothing stands in the way of results any more.
+    `empty` it once nothing stands in the way of results any more: a model that is not there costs no results.
     """
     try:
         return path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+def empty(stream: TextIO, path: Path) -> None:
+    """Drop what a file holds; a device or a pipe holds nothing."""
+    if path.is_file():
+        stream.truncate(0)
 
 
 def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
