@@ -6,10 +6,10 @@ from rakvctl.core.drafters import ModelDrafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.policies import make_policy
 from rakvctl.core.runtime import Runtime
+from rakvctl.core.seams import Backend
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import Backend
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MiniMaxConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
@@ -19,7 +19,7 @@ from rakvctl.core.backends import packed
 from rakvctl.core.backends.torch_hf import TorchBackend, load_backend
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError
-from rakvctl.core.loading import RuntimeOptions, load_runtime
+from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
 from rakvctl.core.models import ModelFiles
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Action, Completion, Request, SamplingParams
@@ -67,7 +67,7 @@ def load_noting(
     """A runtime, and the list that its notes to the user go to."""
     notes: list[str] = []
     options = RuntimeOptions(str(target), str(draft) if draft else None, device="cpu", dtype=dtype, policy=policy)
-    return load_runtime(options, notes.append), notes
+    return make_runtime(load_pair(options, notes.append), options, None), notes
 
 
 def load(target: Path, policy: str = "ar", draft: Path | None = None, dtype: str = "float32") -> Runtime:
@@ -305,6 +305,46 @@ def test_a_reader_that_goes_away_is_what_the_caller_hears_of(
     with pytest.raises(ReaderGoneError):
         runtime.run(request, read)
     assert serve(runtime, FIRST).token_ids == expected
+
+
+# Caches
+
+
+@pytest.fixture(scope="module")
+def minimax(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its linear attention keeps its states in a cache class of its own."""
+    config = MiniMaxConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+    )
+    return save_checkpoint(tmp_path_factory.mktemp("minimax"), AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_refuses_our_cache_is_refused_when_it_is_loaded(minimax: Path, llama: Path, role: str) -> None:
+    """And not with the same error for every prompt."""
+    target, draft = (minimax, llama) if role == "target" else (llama, minimax)
+    with pytest.raises(ModelError, match=f"cannot run {minimax}: .*cache of its own") as caught:
+        load_noting(target, "spec-2", draft)
+    assert "another model" in caught.value.hint
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_model_that_was_just_loaded_has_an_empty_cache(architecture: str, tmp_path: Path) -> None:
+    """It has made its first passes by then."""
+    model = random_model(architecture)
+    files = ModelFiles("test", save_checkpoint(tmp_path, model))
+    backend = load_backend(files, "cpu", "float32", VOCAB_SIZE)
+    assert backend.cache.length == 0
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([[3, 2, 1]])).logits[0, -1:].numpy()
+    np.testing.assert_allclose(backend.forward([3, 2, 1], num_logits=1).numpy(), expected, atol=1e-3, rtol=0)
 
 
 # Vocabularies

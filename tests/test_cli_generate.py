@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -29,10 +29,13 @@ from rakvctl.cli.app import main
 from rakvctl.cli.generate import GenerateOptions, generate
 from rakvctl.cli.inputs import Prompt, PromptSource
 from rakvctl.core.errors import RakvError
-from rakvctl.core.loading import RuntimeOptions, load_runtime
+from rakvctl.core.loading import RuntimeOptions
 from rakvctl.core.models import Notify
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Completion, Request, SamplingParams
+from rakvctl.measure.ready import load_runtime
+from rakvctl.measure.timing import Progress
+from tests.checkpoints import build_checkpoint
 
 MAX_POSITIONS = 256
 LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind."
@@ -114,10 +117,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def run_generate(run: Call, target: str) -> Call:
-    """`rakvctl generate` with the small random target."""
+    """`rakvctl generate` with the small random target, and a policy that needs no profile unless another is named."""
 
     def run_generate(*arguments: str | Path, stdin: bytes | None = b"") -> Finished:
-        return run("generate", "-m", target, *arguments, stdin=stdin)
+        return run("generate", "-m", target, "--policy", "kv", *arguments, stdin=stdin)
 
     return run_generate
 
@@ -561,9 +564,9 @@ def test_statistics_go_to_stderr_and_results_alone_to_stdout(run_generate: Call)
 
 
 def test_notes_go_to_stderr_unless_they_are_unwanted(run_generate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(runtime_options: RuntimeOptions, notify: Notify) -> Runtime:
+    def load(runtime_options: RuntimeOptions, notify: Notify, on_progress: Progress) -> Runtime:
         notify("this takes a while")
-        return load_runtime(runtime_options, notify)
+        return load_runtime(runtime_options, notify, on_progress)
 
     monkeypatch.setattr(generate_module, "load_runtime", load)
     loud = run_generate("hello", "-n", "2")
@@ -744,7 +747,8 @@ def test_help_names_every_option_of_the_contract_that_is_there(run: Call, monkey
 
 def start(
     *arguments: str | Path,
-    stdin: int = subprocess.DEVNULL,
+    stdin: int | BinaryIO = subprocess.DEVNULL,
+    stdout: int | BinaryIO = subprocess.PIPE,
     closed: int | None = None,
     env: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
@@ -759,7 +763,7 @@ def start(
     return subprocess.Popen(
         [sys.executable, "-m", "rakvctl", *map(str, arguments)],
         stdin=stdin,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         env={**settings, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})},
         preexec_fn=prepare,
@@ -786,6 +790,15 @@ def test_libraries_add_nothing_to_either_stream(tiny_checkpoint: Path, run_gener
     assert finished == Finished(0, run_generate("hello", "-n", "8").out, "")
 
 
+def test_libraries_add_nothing_about_recurrent_models_either(tmp_path: Path) -> None:
+    """Of these transformers says, at their first passes, which faster kernels are not installed."""
+    finished = finish(
+        start("generate", "hello", "-m", build_checkpoint(tmp_path, "mamba"), "-n", "8", "--policy", "ar")
+    )
+    assert (finished.code, len(finished.err.splitlines())) == (0, 1)
+    assert finished.err.startswith("Note: ")
+
+
 def test_bad_lines_in_a_pipe_cost_no_other_line_and_exit_1(tiny_checkpoint: Path) -> None:
     lines = [
         b'{"id": "a", "prompt": "hello"}',
@@ -797,7 +810,7 @@ def test_bad_lines_in_a_pipe_cost_no_other_line_and_exit_1(tiny_checkpoint: Path
         b'{"id": "f", "prompt": "\\ud800"}',
         b'{"id": "g\\ud800", "prompt": "hello"}',
     ]
-    process = start("generate", "-m", tiny_checkpoint / "target", "-n", "4", stdin=subprocess.PIPE)
+    process = start("generate", "--policy", "kv", "-m", tiny_checkpoint / "target", "-n", "4", stdin=subprocess.PIPE)
     finished = finish(process, b"\n".join(lines))
     assert (finished.code, finished.err) == (1, "")
     assert finished.ids == ["a", 2, 3, "d", "e", "f", "g\ud800"]
@@ -807,7 +820,7 @@ def test_bad_lines_in_a_pipe_cost_no_other_line_and_exit_1(tiny_checkpoint: Path
 
 def test_a_closed_pipe_ends_it_quietly(tiny_checkpoint: Path) -> None:
     """As with `| head -1`. Its stdin stays open, so it has to notice by itself."""
-    process = start("generate", "-m", tiny_checkpoint / "target", "-n", "2", stdin=subprocess.PIPE)
+    process = start("generate", "--policy", "kv", "-m", tiny_checkpoint / "target", "-n", "2", stdin=subprocess.PIPE)
     assert process.stdin
     assert process.stdout
     assert process.stderr
@@ -821,6 +834,26 @@ def test_a_closed_pipe_ends_it_quietly(tiny_checkpoint: Path) -> None:
     assert process.stderr.read() == b""
     process.stdin.close()
     process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_results_that_find_no_room_on_stdout_exit_1(tiny_checkpoint: Path) -> None:
+    """Python would try to write them once more at the end, and exit with 120."""
+    arguments = ("generate", "hello", "-m", tiny_checkpoint / "target", "-n", "2", "--policy", "ar")
+    with open("/dev/full", "wb") as full:
+        finished = finish(start(*arguments, stdout=full))
+    assert_error(finished, 1, "cannot write the results: No space left on device")
+    assert "free some space" in finished.err
+
+
+def test_a_file_on_stdin_that_is_the_one_on_stdout_is_wrong_usage(tmp_path: Path) -> None:
+    """As with `< p.txt >> p.txt`: each result would be the next prompt."""
+    lines = tmp_path / "p.txt"
+    lines.write_text("hello\n")
+    with lines.open("rb") as stdin, lines.open("ab") as stdout:
+        finished = finish(start("generate", "--format", "lines", stdin=stdin, stdout=stdout))
+    assert_error(finished, 2, "is read and written")
+    assert lines.read_text() == "hello\n"
 
 
 @dataclass(frozen=True)
@@ -839,7 +872,7 @@ def interrupted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     out, ids = directory / "out.jsonl", [f"p{number}" for number in range(40)]
     prompts = ({"id": name, "prompt": "hello", "max_new_tokens": 2 if name in ids[:2] else 240} for name in ids)
     lines = jsonl(directory / "p.jsonl", *prompts)
-    process = start("generate", "-m", tiny_checkpoint / "target", "-f", lines, "--out", out)
+    process = start("generate", "--policy", "kv", "-m", tiny_checkpoint / "target", "-f", lines, "--out", out)
     wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2, process)
     process.send_signal(signal.SIGINT)
     return Interrupted(finish(process), out, ids)

@@ -213,6 +213,18 @@ def test_json_lines_on_stdin_are_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert contents() == ["a", "b"]
 
 
+@pytest.mark.parametrize("blank", ["\n", " \t\r\n\n", "\ufeff\n", "\n" * 20_000], ids=["one", "two", "mark", "many"])
+def test_json_lines_are_found_out_behind_blank_lines(blank: str, tmp_path: Path) -> None:
+    source = open_prompts(None, [str(write(tmp_path / "p.txt", f'{blank}{{"prompt": "x"}}\n'))], AUTO, SAMPLING)
+    assert source.several
+    assert list(source.prompts) == [Prompt(1, "x", SAMPLING)]
+
+
+@pytest.mark.parametrize("text", ["\n \n", "\n\ntext\n\n", '\na\n{"prompt": "x"}'])
+def test_blank_lines_before_a_text_are_part_of_it(text: str, tmp_path: Path) -> None:
+    assert contents(write(tmp_path / "p.txt", f"{text}\n")) == [text]
+
+
 @pytest.mark.parametrize(
     "text", ['{\n  "prompt": "x"\n}', "def f():\n    pass", '["prompt"]', "{% if prompt %}", "a\nb"]
 )

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rakvctl.cli.inputs import file_status
 from rakvctl.cli.options import parse_bytes
-from rakvctl.cli.outputs import empty, open_output, resume_output
+from rakvctl.cli.outputs import empty, open_output, refuse_overwriting, resume_output
 from rakvctl.cli.render import JsonlWriter, TextWriter, Writer, completion_record, error_record, print_error
 from rakvctl.cli.stats import Totals
 from rakvctl.core.errors import RakvError, RequestError, UsageError
-from rakvctl.core.types import Action, Completion, Decision
+from rakvctl.core.types import Action, Completion, CostBreakdown, Decision, StepEvent
 
 COMPLETION = Completion(
     token_ids=(5, 6, 7, 8, 9),
@@ -29,13 +32,12 @@ COMPLETION = Completion(
     decision=Decision(Action(reuse=True, draft_len=3), "joint-3", "model"),
     num_prompt_tokens=40,
     num_reused_tokens=32,
-    num_rounds=2,
-    num_draft_tokens=6,
-    num_accepted_tokens=2,
+    events=(StepEvent((5,), 0, 0), StepEvent((6, 7), 3, 1), StepEvent((8, 9), 3, 1)),
     ttft_ms=10.00049,
     total_ms=30.0004,
-    predicted_ms=None,
 )
+FIRST_TOKEN = COMPLETION.events[:1]
+UNDRAFTED = tuple(StepEvent((token,), 0, 0) for token in COMPLETION.token_ids)
 ERROR = RequestError("the prompt is empty", "give at least one token of text")
 
 # A line of a run that was killed while it wrote.
@@ -98,7 +100,7 @@ def test_the_record_of_a_completion_says_what_happened() -> None:
 
 def test_what_a_completion_has_no_figure_for_is_null_and_not_zero() -> None:
     plain = Decision(Action(reuse=False, draft_len=0), "ar")
-    one_token = replace(COMPLETION, token_ids=(5,), decision=plain, num_rounds=0, num_draft_tokens=0)
+    one_token = replace(COMPLETION, token_ids=(5,), decision=plain, events=FIRST_TOKEN)
     written = completion_record(1, one_token)
     assert written["tpot_ms"] is None
     assert written["draft_acceptance_rate"] is None
@@ -107,7 +109,10 @@ def test_what_a_completion_has_no_figure_for_is_null_and_not_zero() -> None:
 
 
 def test_a_prediction_is_part_of_the_record_where_there_is_one() -> None:
-    assert completion_record(1, replace(COMPLETION, predicted_ms=31.5))["predicted_ms"] == 31.5
+    action = COMPLETION.decision.action
+    costs = CostBreakdown(action, 1.0, 2.0, 4.0, 8.0, 16.0, 0.5, rounds=2)
+    reckoned = replace(COMPLETION, decision=Decision(action, "rakv", "model", table=(costs,)))
+    assert completion_record(1, reckoned)["predicted_ms"] == 31.5
 
 
 def test_an_error_record_has_the_error_and_no_text() -> None:
@@ -238,7 +243,58 @@ def test_text_that_is_no_unicode_does_not_stop_the_writer(file: TextIO) -> None:
     assert written_to(file) == "a\\udce9b\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("make_writer", [JsonlWriter, lambda stream: TextWriter(stream, several=True)])
+@pytest.mark.parametrize("text", ["x", "x" * 100_000], ids=["short", "longer than the buffer"])
+def test_a_full_disk_is_an_error_for_users(make_writer: Callable[[TextIO], Writer], text: str) -> None:
+    """One error: closing the stream writes what is left in its buffer, and fails no second time."""
+    with open_output(Path("/dev/full")) as stream, pytest.raises(RakvError) as raised:
+        write_texts(make_writer(stream), text)
+    assert raised.value.message == "cannot write the results: No space left on device"
+    assert "space" in raised.value.hint
+
+
+def test_a_reader_that_has_gone_is_no_full_disk() -> None:
+    """The program ends quietly then."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stream = open(write_end, "w")
+    with pytest.raises(BrokenPipeError):
+        JsonlWriter(stream).failed(1, ERROR)
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
 # The output file
+
+
+def put_on_stdout(stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shell does; whoever asks for the results' file then says None."""
+    monkeypatch.setattr(sys, "stdout", stream)
+
+
+def test_the_file_on_stdout_is_compared_with_those_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("read", "other"):
+        (tmp_path / name).touch()
+    os.link(tmp_path / "read", tmp_path / "the same")
+    with (tmp_path / "read").open() as prompts:
+        status = file_status(prompts)
+    assert status is not None
+    for name, is_refused in (("read", True), ("the same", True), ("other", False)):
+        with (tmp_path / name).open("a") as stream, monkeypatch.context() as patch:
+            put_on_stdout(stream, patch)
+            with pytest.raises(UsageError, match="read and written") if is_refused else nullcontext():
+                refuse_overwriting(None, (status,))
+
+
+def test_a_device_or_memory_may_be_read_and_written() -> None:
+    """A terminal and the null device are on both ends all the time, and a socket may be."""
+    with open(os.devnull) as device, tempfile.SpooledTemporaryFile() as file:
+        assert file_status(device) is None
+        assert file_status(io.StringIO()) is None
+        assert file_status(file) is not None
 
 
 def resumed(path: Path, then: str = "") -> tuple[str, Counter[str | int]]:
@@ -435,7 +491,7 @@ def test_totals_of_nothing_divide_by_nothing() -> None:
 def test_totals_add_tokens_and_take_medians_of_times() -> None:
     """The third completion, of one token, has no time per token after the first one."""
     plain = Decision(Action(reuse=False, draft_len=0), "joint-3")
-    undrafted = replace(COMPLETION, decision=plain, num_reused_tokens=0, num_draft_tokens=0, num_accepted_tokens=0)
+    undrafted = replace(COMPLETION, decision=plain, num_reused_tokens=0, events=UNDRAFTED)
     totals = Totals()
     totals.add(replace(COMPLETION, ttft_ms=10.0, total_ms=30.0))
     totals.add(replace(undrafted, ttft_ms=20.0, total_ms=60.0, num_rounds=4))
@@ -457,7 +513,7 @@ def test_totals_add_tokens_and_take_medians_of_times() -> None:
 def test_totals_leave_out_what_there_is_no_figure_for() -> None:
     plain = Decision(Action(reuse=False, draft_len=0), "ar")
     totals = Totals()
-    totals.add(replace(COMPLETION, decision=plain, token_ids=(5,), num_rounds=0, num_draft_tokens=0))
+    totals.add(replace(COMPLETION, decision=plain, token_ids=(5,), events=FIRST_TOKEN))
     assert set(shown(totals)) == {"prompts", "actions", "prompt tokens", "new tokens", "time to first token"}
 
 

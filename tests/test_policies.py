@@ -3,8 +3,8 @@
 import pytest
 
 from rakvctl.core.errors import UsageError
-from rakvctl.core.policies import Features, make_policy
-from rakvctl.core.types import Action
+from rakvctl.core.policies import make_policy
+from rakvctl.core.types import Action, Features
 
 HIT = Features(num_prompt_tokens=100, max_new_tokens=10, num_matched_tokens=50, drafter="model")
 MISS = Features(num_prompt_tokens=100, max_new_tokens=10, num_matched_tokens=0, drafter="model")

@@ -1,34 +1,21 @@
 """The program `rakvctl`: its commands, their options, and the one place where errors become exit codes."""
 
-import gc
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from rakvctl.cli import inputs, render
-from rakvctl.cli.options import (
-    Device,
-    Draft,
-    DrafterChoice,
-    Dtype,
-    DtypeOption,
-    InputFormat,
-    OutputFormat,
-    Target,
-    Threads,
-    parse_bytes,
-)
-from rakvctl.core.errors import RakvError, UsageError
-from rakvctl.core.types import SamplingParams
+from rakvctl.cli import render
+from rakvctl.cli.calibrate import calibrate
+from rakvctl.cli.explain import explain
+from rakvctl.cli.generate_command import generate
+from rakvctl.core.errors import RakvError, first_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-_PROMPTS, _SAMPLING, _METHOD, _RESULTS = "Prompts", "Sampling", "Method", "Results"
+app.command()(generate)
+app.command()(calibrate)
+app.command()(explain)
 
 
 @app.callback()
@@ -36,187 +23,8 @@ def rakvctl() -> None:
     """Fast local text generation: exact KV reuse and speculation that never change a token."""
 
 
-@app.command()
-def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one, and for '-', stdin is read.")
-    ] = None,
-    target: Target = "tiny",
-    draft: Draft = None,
-    device: Device = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    threads: Threads = None,
-    file: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-f",
-            "--file",
-            metavar="FILE",
-            rich_help_panel=_PROMPTS,
-            help="A prompt file, '-' is stdin; may be repeated.",
-        ),
-    ] = None,
-    input_format: Annotated[
-        InputFormat,
-        typer.Option(
-            "--format",
-            rich_help_panel=_PROMPTS,
-            help="text: a file is one prompt; lines: each line is one; jsonl: each line is an object with `prompt` or "
-            "`messages`; auto: jsonl if it looks so, else text.",
-        ),
-    ] = InputFormat.AUTO,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            rich_help_panel=_PROMPTS,
-            help="Put the prompt through the model's chat template, or not.",
-            show_default="chat if the model has a template",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "-n",
-            "--max-new-tokens",
-            metavar="N",
-            min=1,
-            rich_help_panel=_SAMPLING,
-            help="At most this many new tokens.",
-        ),
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy, more is more random.")
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            rich_help_panel=_SAMPLING,
-            help="Draw from the likeliest tokens of this total probability.",
-        ),
-    ] = 1.0,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            metavar="K", min=0, rich_help_panel=_SAMPLING, help="Draw from the K likeliest tokens, 0 from all."
-        ),
-    ] = 0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            rich_help_panel=_SAMPLING,
-            help="Seed of the random numbers, the same for each prompt.",
-            show_default="a new one each time",
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STR", rich_help_panel=_SAMPLING, help="End before this text; may be repeated.", show_default="none"
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="ar|kv|spec-K|joint-K",
-            rich_help_panel=_METHOD,
-            help="ar: plain decoding; kv: reuse stored prefixes; spec-K: draft K tokens a round; joint-K: both.",
-        ),
-    ] = "kv",
-    drafter: Annotated[
-        DrafterChoice, typer.Option(rich_help_panel=_METHOD, help="Who drafts: auto and model take the draft model.")
-    ] = DrafterChoice.AUTO,
-    kv_budget: Annotated[
-        str, typer.Option(metavar="SIZE", rich_help_panel=_METHOD, help="Memory for stored prefixes.")
-    ] = "512MiB",
-    output: Annotated[
-        OutputFormat | None,
-        typer.Option(
-            "-o",
-            "--output",
-            rich_help_panel=_RESULTS,
-            help="Text alone, or a JSON record a prompt.",
-            show_default="text for one prompt, jsonl for several",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", rich_help_panel=_RESULTS, help="Write results to a file.", show_default="stdout"
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            rich_help_panel=_RESULTS,
-            help="Keep what --out has, run only the prompts that have no complete record there.",
-        ),
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", rich_help_panel=_RESULTS, help="Print totals to stderr at the end.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", rich_help_panel=_RESULTS, help="No notes and no progress on stderr.")
-    ] = False,
-) -> int:
-    """Generate text from one prompt or from files of prompts."""
-    if temperature == float("inf"):
-        raise UsageError("--temperature must be finite", "2 is already very random")
-    if top_p == 0.0 or (stop and "" in stop):
-        raise UsageError("--top-p must be above 0 and --stop must not be empty", "leave the option out to turn it off")
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
-    budget_bytes = parse_bytes(kv_budget)
-    source = inputs.open_prompts(prompt, file or [], input_format, sampling)
-
-    # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
-    # all that is imported for garbage again and again.
-    gc.disable()
-    from rakvctl.cli.generate import GenerateOptions
-    from rakvctl.cli.generate import generate as run_generate
-    from rakvctl.core.loading import RuntimeOptions
-
-    return _until_the_pipe_closes(
-        run_generate,
-        source,
-        RuntimeOptions(
-            target=target,
-            draft=draft,
-            device=device,
-            dtype=dtype.value,
-            num_threads=threads,
-            policy=policy,
-            drafter=drafter.value,
-            kv_budget_bytes=budget_bytes,
-        ),
-        GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),
-    )
-
-
-def _until_the_pipe_closes(command: Callable[..., int], *arguments: object) -> int:
-    """Run a command; where nobody reads its output any more, as with `| head -1`, that is a quiet end."""
-    try:
-        return command(*arguments)
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit: let it flush into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
 def main() -> None:
-    """Run the program and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the program and exit: 0 done, 1 failed, 2 wrong usage, 3 no fitting profile, 130 interrupted."""
     # A stream that the caller closed is None: what would go there goes nowhere.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
@@ -229,13 +37,19 @@ def _run() -> int:
     """The exit code of the command in `sys.argv`, errors shown."""
     try:
         code = app(standalone_mode=False)
+    except BrokenPipeError:
+        # Nobody reads the output any more, as with `| head -1`: a quiet end. Python flushes stdout once more at exit:
+        # let it flush into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except RakvError as error:
         return _fail(error, error.message, error.hint, error.exit_code)
     except TyperException as error:
         return _fail(error, error.format_message(), "see rakvctl --help, or --help after a command", 2)
     except Exception as error:
-        reason = str(error).strip().splitlines()[:1] or [""]
-        return _fail(error, f"{type(error).__name__}: {reason[0]}", "RAKVCTL_DEBUG=1 shows where; please report it", 1)
+        return _fail(
+            error, f"{type(error).__name__}: {first_line(error)}", "RAKVCTL_DEBUG=1 shows where; please report it", 1
+        )
     if code == 130:
         render.print_error("interrupted", "what was written is complete; --out FILE --resume goes on from there")
     return code or 0

@@ -3,23 +3,23 @@
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rakvctl.cli import outputs, render
-from rakvctl.cli.inputs import BadPrompt, Prompt, PromptId, PromptSource
+from rakvctl.cli import outputs, progress, render
+from rakvctl.cli.inputs import BadPrompt, Prompt, PromptId, PromptSource, encode
 from rakvctl.cli.options import OutputFormat
 from rakvctl.cli.stats import Totals
-from rakvctl.core.errors import RequestError, UsageError
-from rakvctl.core.loading import RuntimeOptions, load_runtime
+from rakvctl.core.errors import RequestError, UsageError, first_line
+from rakvctl.core.loading import RuntimeOptions
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Completion, Request
+from rakvctl.measure.ready import load_runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,11 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
     as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
     if options.resume and (options.out is None or (options.output is None and not source.several) or as_text):
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
-    if options.out is not None:
-        outputs.refuse_overwriting(options.out, source.files)
+    outputs.refuse_overwriting(options.out, source.files)
     with _output_stream(options) as (stream, finished):
-        runtime = load_runtime(runtime_options, (lambda _: None) if options.quiet else render.print_note)
+        notify = (lambda _: None) if options.quiet else render.print_note
+        with progress.measuring(shown=not options.quiet) as on_progress:
+            runtime = load_runtime(runtime_options, notify, on_progress)
         # What was imported and loaded stays: leave it out of all collections to come.
         gc.collect()
         gc.freeze()
@@ -51,7 +52,7 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
             outputs.empty(stream, options.out)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
-        with _progress(source, options, totals) as advance:
+        with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
             for prompt in source.prompts:
                 if finished[prompt.id] > 0:
                     finished[prompt.id] -= 1
@@ -81,30 +82,16 @@ def _complete(prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, w
     """Encode and run one prompt. Raises RequestError, also where the engine gives up, as for want of memory."""
     if isinstance(prompt, BadPrompt):
         raise prompt.error
-    request = Request(_encode(prompt, runtime, chat), prompt.sampling)
+    request = Request(encode(prompt.content, runtime.codec, chat), prompt.sampling)
     try:
         return runtime.run(request, writer.text)
     except (RuntimeError, MemoryError, IndexError, ValueError) as error:
         if render.debugging():
             raise
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise RequestError(
-            f"{type(error).__name__} while generating: {reason}", "RAKVCTL_DEBUG=1 stops there and shows where"
+            f"{type(error).__name__} while generating: {first_line(error)}",
+            "RAKVCTL_DEBUG=1 stops there and shows where",
         ) from error
-
-
-def _encode(prompt: Prompt, runtime: Runtime, chat: bool | None) -> tuple[int, ...]:
-    """Token ids of a prompt, through the chat template if it is a chat or is to be one."""
-    codec = runtime.codec
-    if isinstance(prompt.content, tuple):
-        if chat is False:
-            raise RequestError("`messages` cannot be run raw", "drop --raw, or give a plain `prompt`")
-        return codec.encode_chat(prompt.content)
-    if chat or (chat is None and codec.has_chat_template):
-        if not prompt.content:
-            raise RequestError("the prompt is empty", "give at least one token of text")
-        return codec.encode_chat(({"role": "user", "content": prompt.content},))
-    return codec.encode(prompt.content)
 
 
 @contextmanager
@@ -121,20 +108,6 @@ def _output_stream(options: GenerateOptions) -> Iterator[tuple[TextIO, Counter[P
         yield stream, finished
 
 
-@contextmanager
-def _progress(source: PromptSource, options: GenerateOptions, totals: Totals) -> Iterator[Callable[[], None]]:
-    """A line on stderr while several prompts run, on a terminal whose stdout is not the same one."""
-    shown = source.several and not options.quiet and sys.stderr.isatty()
-    if not shown or (options.out is None and sys.stdout.isatty()):
-        yield lambda: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("0 prompts")
-
-        def advance() -> None:
-            failed = f", {totals.num_failed} failed" if totals.num_failed else ""
-            text = f"{totals.num_done} prompts{failed}, {totals.tokens_per_s:.0f} tokens/s"
-            progress.update(task, description=text)
-
-        yield advance
+def _shows_progress(source: PromptSource, options: GenerateOptions) -> bool:
+    """Several prompts, and no results on the same terminal."""
+    return source.several and not options.quiet and not (options.out is None and sys.stdout.isatty())

@@ -1,20 +1,24 @@
 """Prompts in: from the argument, from files, from stdin; lazily, and a bad line is no reason to lose the others."""
 
 import codecs
+import io
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from rakvctl.cli.options import InputFormat
 from rakvctl.core.errors import RakvError, RequestError, UsageError
-from rakvctl.core.text import Message
+from rakvctl.core.text import Message, TextCodec
 from rakvctl.core.types import SamplingParams
 
 PromptId = str | int
+Content = str | tuple[Message, ...]
 STDIN = "-"
 
 
@@ -23,7 +27,7 @@ class Prompt:
     """A prompt as text or as a chat, with the sampling parameters in force for it."""
 
     id: PromptId
-    content: str | tuple[Message, ...]
+    content: Content
     sampling: SamplingParams
 
 
@@ -37,11 +41,11 @@ class BadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """All prompts of one call. `several`: from what can hold more than one. `files`: what they are read from."""
+    """All prompts of one call. `several`: from what can hold more than one. `files`: those on disk that are read."""
 
     prompts: Iterator[Prompt | BadPrompt]
     several: bool
-    files: tuple[Path, ...] = ()
+    files: tuple[os.stat_result, ...] = ()
 
 
 def open_prompts(
@@ -71,41 +75,78 @@ def open_prompts(
                 number += 1
                 yield _read(raw, stream.kind, number, sampling)
 
-    return PromptSource(prompts(), several, tuple(Path(name) for name in files if name != STDIN))
+    statuses = [file_status(stream.file) for stream in streams]
+    return PromptSource(prompts(), several, tuple(status for status in statuses if status is not None))
+
+
+def file_status(stream: IO[Any]) -> os.stat_result | None:
+    """What tells the file on disk that a stream reads or writes from others; None for pipes, devices and the like."""
+    try:
+        status = os.fstat(stream.fileno())
+    except io.UnsupportedOperation:  # in memory
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, ...]:
+    """Token ids of a prompt, through the chat template if it is a chat or is to be one.
+
+    Raises RequestError where that cannot be.
+    """
+    if not isinstance(content, tuple):
+        return codec.encode_prompt(content, chat)
+    if chat is False:
+        raise RequestError("`messages` cannot be run raw", "drop --raw, or give a plain `prompt`")
+    return codec.encode_chat(content)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """An open file of a known format; `head` was read to find the format out."""
+    """An open file of a known format; `head` are the lines that were read to find the format out."""
 
     file: BinaryIO
     kind: InputFormat
-    head: bytes
+    head: list[bytes]
 
     def pieces(self) -> Iterator[bytes]:
         """The whole as one text, or line by line without blank ones; closes the file."""
         with self.file:
             if self.kind is InputFormat.TEXT:
-                yield self.head + self.file.read()
+                yield b"".join([*self.head, self.file.read()])
             else:
-                yield from (line for line in chain([self.head], self.file) if line.strip())
+                yield from (line for line in chain(self.head, self.file) if not _is_blank(line))
 
 
 def _open(name: str, input_format: InputFormat) -> _Stream:
-    """Open a file. By itself it is JSON Lines if it is called so or begins with an object that holds a prompt."""
+    """Open a file. By itself it is JSON Lines if it is called so or begins with an object that holds a prompt.
+
+    Blank lines before the object are none.
+    """
     if name == STDIN and sys.stdin is None:
         raise UsageError("stdin is closed", "give the prompt as an argument or with -f FILE")
     try:
         file = sys.stdin.buffer if name == STDIN else Path(name).open("rb")  # noqa: SIM115 - closed by `pieces`
-        head = file.readline() if input_format is InputFormat.AUTO else b""
+        head = _head(file) if input_format is InputFormat.AUTO else []
     except OSError as error:
         raise RakvError(f"cannot read {name}: {error.strerror}", "check the path given with -f") from error
     if input_format is not InputFormat.AUTO:
         return _Stream(file, input_format, head)
-    has_prompt = b'"prompt"' in head or b'"messages"' in head
-    is_object = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and has_prompt
+    first = head[-1].removeprefix(codecs.BOM_UTF8)
+    is_object = first.lstrip().startswith(b"{") and (b'"prompt"' in first or b'"messages"' in first)
     is_jsonl = is_object or Path(name).suffix.lower() in {".jsonl", ".ndjson"}
     return _Stream(file, InputFormat.JSONL if is_jsonl else InputFormat.TEXT, head)
+
+
+def _head(file: BinaryIO) -> list[bytes]:
+    """The first lines, up to the first that is not blank; the last of them is empty where there is none."""
+    lines = [file.readline()]
+    while lines[-1] and _is_blank(lines[-1]):
+        lines.append(file.readline())
+    return lines
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def _read(raw: bytes, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:
@@ -146,7 +187,7 @@ def _id(fields: dict[str, Any], number: int) -> PromptId:
     return prompt_id
 
 
-def _content(fields: dict[str, Any]) -> str | tuple[Message, ...]:
+def _content(fields: dict[str, Any]) -> Content:
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if (prompt is None) == (messages is None):
         raise RequestError("needs either `prompt` or `messages`", 'write {"prompt": "..."} or {"messages": [...]}')

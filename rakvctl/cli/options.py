@@ -106,3 +106,14 @@ Threads = Annotated[
         metavar="N", min=1, rich_help_panel=_MODELS, help="CPU threads to compute with.", show_default="torch's choice"
     ),
 ]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        metavar="PATH|auto",
+        envvar="RAKVCTL_PROFILE",
+        rich_help_panel=_MODELS,
+        help="Measured costs of this machine; auto is your own profile for it, measured if there is none.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]

@@ -3,23 +3,33 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from rakvctl.cli.inputs import PromptId
+from rakvctl.cli.inputs import PromptId, file_status
 from rakvctl.core.errors import RakvError, UsageError
 
 
-def refuse_overwriting(path: Path, prompt_files: tuple[Path, ...]) -> None:
-    """Raise UsageError where the results would go into one of the files that prompts are read from."""
+def refuse_overwriting(path: Path | None, prompt_files: tuple[os.stat_result, ...]) -> None:
+    """Raise UsageError where the results would go into one of the files that prompts are read from.
+
+    `path` None is stdout, and with it whatever file the shell has put there.
+    """
+    written = file_status(sys.stdout) if path is None else _status(path)
+    if written is not None and any(os.path.samestat(written, file) for file in prompt_files):
+        raise UsageError(
+            f"{path or 'the file on stdout'} is read and written", "give --out another file than the prompts'"
+        )
+
+
+def _status(path: Path) -> os.stat_result | None:
     try:
-        is_read = path.exists() and any(path.samefile(file) for file in prompt_files)
+        return path.stat() if path.exists() else None
     except OSError as error:
         raise _cannot_write(path, error) from error
-    if is_read:
-        raise UsageError(f"{path} is read and written", "give --out another file than the prompts'")
 
 
 def open_output(path: Path) -> TextIO:
@@ -47,44 +57,40 @@ def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
     """
     try:
         content = path.read_bytes() if path.exists() else b""
-        lines = content.splitlines()
-        complete = [(prompt_id, line) for line in lines if (prompt_id := _complete_id(line)) is not None]
-        if any(not _is_record(line) for line in content.split(b"\n")[:-1] if line.strip()):
+        records = [(line, _record(line)) for line in content.split(b"\n")]
+        # Only what follows the last line break may be cut off.
+        if any(record is None and line.strip() for line, record in records[:-1]):
             raise UsageError(f"{path} holds other lines than records", "give --out a file that rakvctl has written")
-        if len(complete) < len(lines) or (content and not content.endswith(b"\n")):
-            _replace(path.resolve(), [line for _, line in complete])
+        complete = [(line, record["id"]) for line, record in records if record and _is_complete(record)]
+        kept = b"".join(line + b"\n" for line, _ in complete)
+        if kept != content:
+            _replace(path.resolve(), kept)
         stream = path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
-    return stream, Counter(prompt_id for prompt_id, _ in complete)
+    return stream, Counter(prompt_id for _, prompt_id in complete)
 
 
-def _is_record(line: bytes) -> bool:
-    """Whether a line is a JSON object with an id: a completion's record or an error's."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(record, dict) and "id" in record
-
-
-def _complete_id(line: bytes) -> PromptId | None:
-    """The id of a line that holds the record of a finished completion."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a completion or an error: a JSON object with an id. None for any other line."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    is_complete = isinstance(record, dict) and isinstance(record.get("text"), str) and "error" not in record
-    prompt_id = record.get("id") if is_complete else None
-    return prompt_id if isinstance(prompt_id, str | int) else None
+    return record if isinstance(record, dict) and "id" in record else None
 
 
-def _replace(path: Path, lines: list[bytes]) -> None:
-    """Write the lines in place of the file's content, all or nothing; who may read it stays as it was."""
+def _is_complete(record: dict[str, Any]) -> bool:
+    """Whether a record is that of a finished completion."""
+    return isinstance(record["id"], str | int) and isinstance(record.get("text"), str) and "error" not in record
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a new content in place of the file's, all or nothing; who may read it stays as it was."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with open(descriptor, "wb") as unfinished:
-            unfinished.writelines(line + b"\n" for line in lines)
+            unfinished.write(content)
         shutil.copymode(path, name)
         os.replace(name, path)
     except BaseException:

@@ -1,8 +1,10 @@
 """Results out: the record of a completion, the writers of text and JSON Lines, the statistics, the errors."""
 
 import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from rakvctl.cli.inputs import PromptId
@@ -26,7 +28,7 @@ def completion_record(prompt_id: PromptId, completion: Completion) -> dict[str, 
             "draft_len": action.draft_len,
             "drafter": completion.decision.drafter,
         },
-        "predicted_ms": completion.predicted_ms,
+        "predicted_ms": _rounded(completion.predicted_ms),
         "total_ms": _rounded(completion.total_ms),
         "ttft_ms": _rounded(completion.ttft_ms),
         "tpot_ms": _rounded(completion.tpot_ms),
@@ -64,6 +66,24 @@ def print_note(message: str) -> None:
     print(f"Note: {message}", file=sys.stderr)  # noqa: T201
 
 
+def print_line(text: str) -> None:
+    """One line on stdout."""
+    print(text)  # noqa: T201
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout; what is no number becomes null, as JSON knows no NaN."""
+    print(json.dumps(_without_nan(content), ensure_ascii=False, indent=2))  # noqa: T201
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def debugging() -> bool:
     """Whether the user asked for tracebacks with RAKVCTL_DEBUG."""
     return os.environ.get("RAKVCTL_DEBUG", "0") not in ("", "0")
@@ -79,6 +99,21 @@ class Writer(Protocol):
     def done(self, prompt_id: PromptId, completion: Completion) -> None: ...
 
     def failed(self, prompt_id: PromptId, error: RakvError) -> None: ...
+
+
+def _write_out(stream: TextIO, text: str) -> None:
+    """Write and flush. Raises RakvError where that cannot be; a closed pipe stays what it is."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Python tries once more when it closes the stream: let it write into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise RakvError(
+            f"cannot write the results: {error.strerror}", "free some space, or give --out a file elsewhere"
+        ) from error
 
 
 class JsonlWriter:
@@ -99,8 +134,7 @@ class JsonlWriter:
         self._write(error_record(prompt_id, error))
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._stream.flush()
+        _write_out(self._stream, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 class TextWriter:
@@ -114,19 +148,16 @@ class TextWriter:
 
     def text(self, piece: str) -> None:
         """Write and flush a piece."""
-        if self._last_piece == "" and self._num_written:
-            self._stream.write("\n")
+        separator = "\n" if self._last_piece == "" and self._num_written else ""
         self._last_piece = piece
-        self._stream.write(piece)
-        self._stream.flush()
+        _write_out(self._stream, separator + piece)
 
     def done(self, prompt_id: PromptId, completion: Completion) -> None:
         """End the text's last line."""
         if not self._last_piece:
             self.text("\n")
         elif not self._last_piece.endswith("\n"):
-            self._stream.write("\n")
-        self._stream.flush()
+            _write_out(self._stream, "\n")
         self._last_piece = ""
         self._num_written += 1
 

@@ -3,14 +3,15 @@
 Plain decoding is the same loop with nothing proposed. The loop knows no text: what ends a sequence is asked of `ends`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
 
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
-from rakvctl.core.types import Action, Logits, PrefixMatch, Proposal, Request, StepEvent
+from rakvctl.core.seams import Logits
+from rakvctl.core.types import Action, PrefixMatch, Proposal, Request, StepEvent
 from rakvctl.core.verify import Verifier
 
 
@@ -71,7 +72,7 @@ def decode(
     engine: Engine,
     drafter: Drafter | None,
     verifier: Verifier,
-) -> Iterator[StepEvent]:
+) -> Generator[StepEvent, None, None]:
     """Emit tokens after a prefilled prompt until the sequence is finished.
 
     Before and after every round the cache holds all tokens but the last one emitted, and what was drafted in vain is

@@ -6,7 +6,8 @@ from typing import Protocol
 import numpy as np
 
 from rakvctl.core.engine import Engine
-from rakvctl.core.types import KVSnapshot, Proposal
+from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.types import Proposal
 from rakvctl.core.verify import Verifier
 
 

@@ -1,8 +1,8 @@
 """One model with one sequence in its cache, as the verbs of the decode loop: prefill, step, verify, rollback."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rakvctl.core.types import Backend, KVSnapshot, Logits
+from rakvctl.core.seams import Backend, EngineInfo, KVSnapshot, Logits
 
 # A prompt goes through the model in pieces, so that the memory of a pass does not grow with the prompt.
 _PREFILL_CHUNK_TOKENS = 2048
@@ -28,6 +28,23 @@ class Engine:
     def max_positions(self) -> int | None:
         """The longest sequence the model can hold, or None."""
         return self._backend.max_positions
+
+    @property
+    def info(self) -> EngineInfo:
+        """What its times depend on."""
+        return self._backend.info
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        self._backend.synchronize()
+
+    def free_bytes(self) -> int | None:
+        """Memory that is free for KV states, or None where nobody counts it."""
+        return self._backend.free_bytes()
+
+    def memory_reader(self, num_bytes: int) -> Callable[[], None]:
+        """A function that reads so much of the device's memory once, to see how fast that is."""
+        return self._backend.memory_reader(num_bytes)
 
     @property
     def can_rollback(self) -> bool:

@@ -29,3 +29,9 @@ class ModelError(RakvError):
 
 class RequestError(RakvError):
     """One prompt cannot be served; others can."""
+
+
+class ProfileError(RakvError):
+    """The hardware profile is missing, damaged, or of another machine, pair or configuration."""
+
+    exit_code = 3

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rakvctl.core.types import KVSnapshot
+from rakvctl.core.seams import KVSnapshot
 
 # Buffers grow by whole blocks, so that a few more tokens do not copy everything.
 _BLOCK_TOKENS = 256

@@ -1,16 +1,18 @@
-"""From options to a `Runtime`: find the models, load what the policy needs, check that draft and target fit."""
+"""From options to loaded models and a `Runtime`: find the models, load what the policy needs, check that they fit."""
 
 import json
 from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
+from rakvctl.core.acceptance import initial_acceptance
 from rakvctl.core.backends import torch_hf
-from rakvctl.core.drafters import Drafter, ModelDrafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, UsageError
 from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
-from rakvctl.core.policies import make_policy
+from rakvctl.core.pair import ModelPair
+from rakvctl.core.policies import make_policy, policy_needs
+from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
@@ -26,24 +28,21 @@ class RuntimeOptions:
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None
-    policy: str = "kv"
+    policy: str = "rakv"
     drafter: str = "auto"
+    profile: str = "auto"
     kv_budget_bytes: int = 512 * 2**20
 
 
-def load_runtime(options: RuntimeOptions, notify: Notify) -> Runtime:
-    """Load everything; `notify` hears what takes long and what will not be in force.
+def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
+    """Load the models that the policy works with; `notify` hears what takes long and what will not be in force.
 
     Raises ModelError for models that cannot be had, cannot be loaded or do not fit; UsageError for options that
     contradict each other.
     """
-    policy = make_policy(options.policy)
-    draft_name = _draft_name(options) if policy.needs_drafter else None
-    if policy.needs_drafter and draft_name is None:
-        raise UsageError(f"policy {policy.name} needs a drafter", "name a draft model with --draft")
+    draft_name = _draft_name(options)
     if options.num_threads is not None:
         torch_hf.set_num_threads(options.num_threads)
-
     target_files = find_model(options.target, "target", notify)
     draft_files = find_model(draft_name, "draft", notify) if draft_name else None
     codec = load_codec(target_files)
@@ -55,11 +54,22 @@ def load_runtime(options: RuntimeOptions, notify: Notify) -> Runtime:
     target = Engine(torch_hf.load_backend(target_files, options.device, options.dtype, codec.vocab_size))
     if not target.can_rollback:
         notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
-    drafter = None
+    draft = None
     if draft_files is not None and target.can_rollback:
-        drafter = _load_drafter(draft_files, options, codec.vocab_size, notify)
-    store = PrefixStore(MemoryTier(options.kv_budget_bytes))
-    return Runtime(codec=codec, target=target, drafter=drafter, store=store, policy=policy)
+        draft = _load_draft(draft_files, options, codec.vocab_size, notify)
+    return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "")
+
+
+def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProfile | None) -> Runtime:
+    """Put store and policy around loaded models; only a policy that reckons with costs needs a profile."""
+    return Runtime(
+        codec=pair.codec,
+        target=pair.target,
+        drafter=pair.drafter(),
+        store=PrefixStore(MemoryTier(options.kv_budget_bytes)),
+        policy=make_policy(options.policy, profile),
+        acceptance=initial_acceptance(profile) if profile else None,
+    )
 
 
 def load_codec(files: ModelFiles) -> TextCodec:
@@ -78,17 +88,21 @@ def load_codec(files: ModelFiles) -> TextCodec:
 
 
 def _draft_name(options: RuntimeOptions) -> str | None:
-    if options.drafter == "none" or options.draft == "none":
-        return None
-    return options.draft or default_draft(options.target)
+    """The draft model to load. Raises UsageError where the policy cannot do without and there is none."""
+    use = policy_needs(options.policy).drafter
+    has_none = options.drafter == "none" or options.draft == "none"
+    name = None if has_none else options.draft or default_draft(options.target)
+    if use == "required" and name is None:
+        raise UsageError(f"policy {options.policy} needs a drafter", "name a draft model with --draft")
+    return None if use == "unused" else name
 
 
-def _load_drafter(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Drafter | None:
+def _load_draft(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Engine | None:
     engine = Engine(torch_hf.load_backend(files, options.device, options.dtype, vocab_size))
     if not engine.can_rollback:
         notify(f"draft {files.name} keeps recurrent states that cannot be rolled back: no speculation")
         return None
-    return ModelDrafter(engine)
+    return engine
 
 
 def _end_token_ids(files: ModelFiles, tokenizer_end: int | None) -> frozenset[int]:

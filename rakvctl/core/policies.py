@@ -1,24 +1,26 @@
 """Policies: for each request, reuse or not, and how many tokens to draft. The fixed ones need no measured cost."""
 
+import math
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
-from rakvctl.core.types import Action, Decision
+from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 _MAX_DRAFT_LEN = 32
 _FIXED = re.compile(r"(ar|kv|spec-(?P<spec>\d+)|joint-(?P<joint>\d+))")
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
-    """What is known of a request when the decision is made. `drafter` is a drafter's name, or `none`."""
+class Needs:
+    """What a policy works with. `drafter`: `required`, `welcome` where there is one, or `unused`."""
 
-    num_prompt_tokens: int
-    max_new_tokens: int
-    num_matched_tokens: int
-    drafter: str
+    profile: bool
+    store: bool
+    drafter: Literal["required", "welcome", "unused"]
 
 
 class Policy(Protocol):
@@ -28,14 +30,7 @@ class Policy(Protocol):
     def name(self) -> str: ...
 
     @property
-    def needs_drafter(self) -> bool:
-        """Whether it cannot do its work without a drafter."""
-        ...
-
-    @property
-    def uses_store(self) -> bool:
-        """Whether prompts are to be looked up and stored."""
-        ...
+    def needs(self) -> Needs: ...
 
     def decide(self, features: Features) -> Decision: ...
 
@@ -48,14 +43,10 @@ class FixedPolicy:
     action: Action
 
     @property
-    def needs_drafter(self) -> bool:
-        """Whether tokens are to be drafted."""
-        return self.action.draft_len > 0
-
-    @property
-    def uses_store(self) -> bool:
-        """Whether it reuses at all."""
-        return self.action.reuse
+    def needs(self) -> Needs:
+        """Of store and drafter only what its action uses."""
+        drafter: Literal["required", "unused"] = "required" if self.action.draft_len else "unused"
+        return Needs(profile=False, store=self.action.reuse, drafter=drafter)
 
     def decide(self, features: Features) -> Decision:
         """Its action; reuse without a match, or drafting without a drafter, is not in force and not reported."""
@@ -65,13 +56,64 @@ class FixedPolicy:
         return Decision(action, self.name, features.drafter if drafts else "none")
 
 
-def make_policy(name: str) -> Policy:
-    """Look a policy up by name: `ar`, `kv`, `spec-K` or `joint-K`. Raises UsageError for any other."""
+_RAKV_NEEDS = Needs(profile=True, store=True, drafter="welcome")
+
+
+@dataclass(frozen=True, slots=True)
+class RakvPolicy:
+    """The paper's controller: the feasible action of least expected cost, C(k, r).
+
+    At k = 0 a draft model is not run, so nothing more would be learned of its acceptance. Now and then a request
+    therefore drafts although that is expected to take longer: never longer than `Features.probe_ms` allows.
+    """
+
+    costs: CostModel
+    name: str = "rakv"
+    needs: Needs = _RAKV_NEEDS
+
+    def decide(self, features: Features) -> Decision:
+        """Take the least entry of the table, plain decoding before anything that costs the same."""
+        table = self.costs.table(features)
+        # The table's order breaks ties, plain decoding first; it needs nothing, so it stands where all is infeasible.
+        best = min((row for row in table if row.infeasible is None), key=_total_ms, default=table[0])
+        probe = None if best.action.draft_len else self._probe(table, features.probe_ms + best.total_ms)
+        action = (probe or best).action
+        drafter = features.drafter if action.draft_len else "none"
+        return Decision(action, self.name, drafter, table, features.alpha, is_probe=probe is not None)
+
+    def _probe(self, table: tuple[CostBreakdown, ...], limit_ms: float) -> CostBreakdown | None:
+        """The cheapest way to draft, if it stays within the limit."""
+        drafting = (row for row in table if row.action.draft_len and row.infeasible is None)
+        cheapest = min(drafting, key=_total_ms, default=None)
+        return cheapest if cheapest is not None and cheapest.total_ms <= limit_ms else None
+
+
+def _total_ms(row: CostBreakdown) -> float:
+    return math.inf if math.isnan(row.total_ms) else row.total_ms
+
+
+def policy_needs(name: str) -> Needs:
+    """What the policy of that name works with. Raises UsageError where there is none."""
+    return _RAKV_NEEDS if name == "rakv" else _fixed_policy(name).needs
+
+
+def make_policy(name: str, profile: HardwareProfile | None = None) -> Policy:
+    """Look a policy up by name: `ar`, `kv`, `spec-K`, `joint-K`, or `rakv`, which needs a profile.
+
+    Raises UsageError for any other.
+    """
+    if name == "rakv":
+        assert profile is not None, "a policy that reckons is made with a profile"
+        return RakvPolicy(CostModel(profile))
+    return _fixed_policy(name)
+
+
+def _fixed_policy(name: str) -> FixedPolicy:
     match = _FIXED.fullmatch(name)
     draft_len = int(match["spec"] or match["joint"] or 0) if match else -1
     if match is None or draft_len > _MAX_DRAFT_LEN or (draft_len == 0 and name not in ("ar", "kv")):
         raise UsageError(
             f"there is no policy {name}",
-            f"choose ar, kv, spec-K or joint-K, with K from 1 to {_MAX_DRAFT_LEN} drafted tokens a round",
+            f"choose rakv, ar, kv, spec-K or joint-K, with K from 1 to {_MAX_DRAFT_LEN} drafted tokens a round",
         )
     return FixedPolicy(name, Action(reuse=name == "kv" or bool(match["joint"]), draft_len=draft_len))

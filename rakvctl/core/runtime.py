@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rakvctl.core.acceptance import Acceptance
 from rakvctl.core.decode import Sequence, decode, prefill
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError
-from rakvctl.core.policies import Features, Policy
+from rakvctl.core.policies import Policy
 from rakvctl.core.store import BUCKET_TOKENS, PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
-from rakvctl.core.types import Completion, Decision, PrefixEntry, PrefixMatch, Request, StepEvent
+from rakvctl.core.types import Completion, Decision, Features, PrefixEntry, PrefixMatch, Request, StepEvent
 from rakvctl.core.verify import make_verifier
 
 
@@ -22,21 +23,32 @@ class Plan:
     """What is to be done for a request: the match that is reused, if any, and the policy's decision."""
 
     match: PrefixMatch | None
+    features: Features
     decision: Decision
-    max_new_tokens: int
 
 
 class Runtime:
     """A target, perhaps a drafter, a store and a policy: everything that serves requests one after another."""
 
     def __init__(
-        self, *, codec: TextCodec, target: Engine, drafter: Drafter | None, store: PrefixStore, policy: Policy
+        self,
+        *,
+        codec: TextCodec,
+        target: Engine,
+        drafter: Drafter | None,
+        store: PrefixStore,
+        policy: Policy,
+        acceptance: Acceptance | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`acceptance`: what is known of the drafter so far; `clock` gives seconds."""
         self._codec = codec
         self._target = target
         self._drafter = drafter
         self._store = store
         self._policy = policy
+        self._acceptance = acceptance or Acceptance()
+        self._clock = clock
 
     @property
     def codec(self) -> TextCodec:
@@ -48,38 +60,64 @@ class Runtime:
 
         Raises RequestError where the model has no position left for a new token.
         """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        max_new_tokens = request.sampling.max_new_tokens
-        limit = self._target.max_positions
-        if limit is not None and num_prompt_tokens >= limit:
+        features = self._features(request)
+        decision = self._policy.decide(features[0])
+        return Plan(features[1] if decision.action.reuse else None, features[0], decision)
+
+    def _features(self, request: Request) -> tuple[Features, PrefixMatch | None]:
+        """What is known of a request, and the match behind it."""
+        prompt = request.prompt_token_ids
+        match = self._store.match(self._target.model_key, prompt) if self._uses_store else None
+        num_cloned = match.num_cloned_tokens if match else 0
+        drafter, reason = self._usable_drafter(len(prompt))
+        features = Features(
+            num_prompt_tokens=len(prompt),
+            max_new_tokens=self._max_new_tokens(request),
+            num_matched_tokens=match.num_matched_tokens if match else 0,
+            num_cloned_tokens=num_cloned,
+            num_draft_cloned_tokens=num_cloned if match and match.entry.draft_kv is not None else 0,
+            drafter=drafter,
+            no_drafter_reason=reason,
+            alpha=self._acceptance.alpha,
+            probe_ms=self._acceptance.probe_ms,
+            memory_budget_bytes=self._target.free_bytes(),
+        )
+        return features, match
+
+    def _max_new_tokens(self, request: Request) -> int:
+        """As many as asked for and as the model has positions for. Raises RequestError where that is none."""
+        num_prompt_tokens, limit = len(request.prompt_token_ids), self._target.max_positions
+        if limit is None:
+            return request.sampling.max_new_tokens
+        if num_prompt_tokens >= limit:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens, the model room for {limit} with at least one new token",
                 "shorten the prompt, or take a model with a longer context",
             )
-        if limit is not None:
-            max_new_tokens = min(max_new_tokens, limit - num_prompt_tokens)
-        match = self._store.match(self._target.model_key, request.prompt_token_ids) if self._uses_store else None
-        features = Features(
-            num_prompt_tokens=num_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            num_matched_tokens=match.num_matched_tokens if match else 0,
-            drafter=self._drafter.name if self._drafter and self._has_room(self._drafter, request) else "none",
-        )
-        decision = self._policy.decide(features)
-        return Plan(match if decision.action.reuse else None, decision, max_new_tokens)
+        return min(request.sampling.max_new_tokens, limit - num_prompt_tokens)
+
+    def _usable_drafter(self, num_prompt_tokens: int) -> tuple[str, str | None]:
+        """The drafter's name, or `none` and why: it must follow the prompt and at least one token more."""
+        if self._drafter is None:
+            return "none", None
+        limit = self._drafter.max_positions
+        if limit is not None and num_prompt_tokens >= limit:
+            return "none", f"the draft has {limit} positions"
+        return self._drafter.name, None
 
     def run(self, request: Request, on_text: Callable[[str], None] = lambda _: None) -> Completion:
         """Serve a request; `on_text` gets the text piece by piece as it becomes final.
 
         Where it fails half-way nothing of it is stored, and the next request begins with clean caches.
         """
-        started = time.perf_counter()
+        started = self._clock()
         plan = self.plan(request)
         prompt = request.prompt_token_ids
         text = TextStream(self._codec, request.sampling.stop, on_text)
-        sequence = Sequence(request, plan.max_new_tokens, text.push)
+        max_new_tokens = plan.features.max_new_tokens
+        sequence = Sequence(request, max_new_tokens, text.push)
         drafter = self._drafter if plan.decision.action.draft_len else None
-        self._target.reserve(len(prompt) + plan.max_new_tokens)
+        self._target.reserve(len(prompt) + max_new_tokens)
         logits = prefill(self._target, prompt, plan.match)
         stored_logits = logits.numpy()[-1].copy() if self._uses_store else None
 
@@ -88,11 +126,13 @@ class Runtime:
         verifier = make_verifier(request.sampling)
         for event in decode(sequence, plan.decision.action, logits, self._target, drafter, verifier):
             if not events:
-                ttft_ms = (time.perf_counter() - started) * 1e3
+                ttft_ms = (self._clock() - started) * 1e3
                 self._start_drafting(drafter, plan, prompt)
             events.append(event)
-        total_ms = (time.perf_counter() - started) * 1e3
+        total_ms = (self._clock() - started) * 1e3
 
+        # Where the text ended within a round, the tokens after its end were judged by nobody.
+        self._acceptance.observe(plan.decision, events[:-1] if text.stopped else events, total_ms)
         if stored_logits is not None:
             self._remember(prompt, plan.match, stored_logits, drafter)
         return Completion(
@@ -102,20 +142,14 @@ class Runtime:
             decision=plan.decision,
             num_prompt_tokens=len(prompt),
             num_reused_tokens=plan.match.num_cloned_tokens if plan.match else 0,
-            num_rounds=len(events) - 1,
-            num_draft_tokens=sum(event.num_draft_tokens for event in events),
-            num_accepted_tokens=sum(event.num_accepted_tokens for event in events),
+            events=tuple(events),
             ttft_ms=ttft_ms,
             total_ms=total_ms,
         )
 
     @property
     def _uses_store(self) -> bool:
-        return self._policy.uses_store and self._target.can_rollback
-
-    def _has_room(self, drafter: Drafter, request: Request) -> bool:
-        """Whether the drafter can follow the prompt and at least one token more."""
-        return drafter.max_positions is None or len(request.prompt_token_ids) < drafter.max_positions
+        return self._policy.needs.store and self._target.can_rollback
 
     def _start_drafting(self, drafter: Drafter | None, plan: Plan, prompt: tuple[int, ...]) -> None:
         """Begin the drafter's sequence, from its stored states where the reused entry has some."""

@@ -51,6 +51,14 @@ class TextCodec:
             raise RequestError(f"the chat template refuses these messages: {error}", "check roles and order") from error
         return self._tokenize(text, add_special_tokens=False)
 
+    def encode_prompt(self, text: str, chat: bool | None = None) -> tuple[int, ...]:
+        """Tokens of a user's text, through the chat template or not; None: where the model has one."""
+        if not (self.has_chat_template if chat is None else chat):
+            return self.encode(text)
+        if not text:
+            raise RequestError("the prompt is empty", "give at least one token of text")
+        return self.encode_chat(({"role": "user", "content": text},))
+
     def _tokenize(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         try:
             text.encode("utf-8")

@@ -1,11 +1,9 @@
-"""The vocabulary of the core: what is passed between its rooms, and the seams behind which backends and drafters stand.
+"""The vocabulary of the core: what is passed between its rooms. Knows no tensor library."""
 
-Knows no tensor library: logits and KV states are seen only through Protocols, so that an engine without torch fits.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+from rakvctl.core.seams import KVSnapshot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,83 +37,6 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
-class Logits(Protocol):
-    """Next-token scores of one or more positions, wherever they live; [num_positions, vocab_size]."""
-
-    def argmax(self) -> list[int]:
-        """The best token of each position; of equal scores the lowest id."""
-        ...
-
-    def numpy(self) -> "np.ndarray":
-        """The scores as float32, [num_positions, vocab_size]."""
-        ...
-
-
-class KVSnapshot(Protocol):
-    """A copy of the KV states of the first `num_tokens` positions; only its own backend can read it."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-class KVCache(Protocol):
-    """The KV states of one sequence, owned by a backend and appended to by its forward pass."""
-
-    @property
-    def length(self) -> int:
-        """Positions that are filled and valid."""
-        ...
-
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` positions in all, keeping what is there."""
-        ...
-
-    def num_bytes(self, num_tokens: int) -> int:
-        """Memory that a snapshot of `num_tokens` positions takes; 0 before the first forward pass."""
-        ...
-
-    def rollback(self, length: int) -> None:
-        """Forget all positions from `length` on; `length` is at most the present one."""
-        ...
-
-    def snapshot(self, num_tokens: int) -> KVSnapshot:
-        """Copy the first `num_tokens` positions."""
-        ...
-
-    def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
-        """Replace the content by the first `num_tokens` positions of a snapshot."""
-        ...
-
-
-class Backend(Protocol):
-    """One model on one engine. `forward` appends the tokens' KV states to `cache`."""
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def model_key(self) -> str:
-        """Names what the KV states depend on: weights, config, dtype, device class, tokenizer, versions."""
-        ...
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence the model can hold, or None where it has no such limit."""
-        ...
-
-    @property
-    def can_rollback(self) -> bool:
-        """Whether the cache can forget, copy and restore positions; recurrent states cannot."""
-        ...
-
-    def forward(self, token_ids: Sequence[int], num_logits: int) -> Logits:
-        """Run the tokens after what is cached; return the logits of the last `num_logits` of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,13 +77,75 @@ class Proposal:
     probs: "np.ndarray | None" = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What is known of a request when its action is chosen.
+
+    `alpha`: the acceptance in force. `drafter`: a drafter's name, or `none` and why. `probe_ms`: how much longer than
+    the best known action a probe may take. `memory_budget_bytes`: what KV states may take, None if nobody counts.
+    """
+
+    num_prompt_tokens: int
+    max_new_tokens: int
+    num_matched_tokens: int = 0
+    num_cloned_tokens: int = 0
+    num_draft_cloned_tokens: int = 0
+    drafter: str = "none"
+    no_drafter_reason: str | None = None
+    alpha: float = 0.0
+    probe_ms: float = 0.0
+    memory_budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostBreakdown:
+    """C(k, r) of one action and its parts, milliseconds over the whole request.
+
+    `verify_ms` holds all of the rounds but their drafting. `infeasible`: why the action cannot be taken, or None.
+    """
+
+    action: Action
+    clone_ms: float
+    prefill_ms: float
+    draft_prefill_ms: float
+    draft_ms: float
+    verify_ms: float
+    memory_ms: float
+    rounds: int
+    infeasible: str | None = None
+
+    @property
+    def total_ms(self) -> float:
+        """The sum of the parts."""
+        started_ms = self.clone_ms + self.prefill_ms + self.draft_prefill_ms
+        return started_ms + self.draft_ms + self.verify_ms + self.memory_ms
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy chose for a request; `drafter` is the name of the drafter, or `none`."""
+    """What a policy chose for a request; `drafter` is the name of the drafter, or `none`.
+
+    `table` and `alpha` are what a policy that reckons has reckoned with; a fixed one leaves them empty. `is_probe`: not
+    the least cost, but what it takes to keep alpha current.
+    """
 
     action: Action
     policy: str
     drafter: str = "none"
+    table: tuple[CostBreakdown, ...] = ()
+    alpha: float | None = None
+    is_probe: bool = False
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """The total of the chosen action, where it is known."""
+        return next((row.total_ms for row in self.table if row.action == self.action), None)
+
+    @property
+    def extra_ms(self) -> float:
+        """How much more the chosen action is expected to take than the least."""
+        least = min((row.total_ms for row in self.table if row.infeasible is None), default=0.0)
+        return (self.predicted_ms or 0.0) - least if self.table else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +159,9 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One request, served. Times are wall-clock milliseconds from the start of the request.
+    """One request, served: `events` are the prefill's token and the rounds after it.
 
-    `num_draft_tokens` counts proposed tokens, `num_accepted_tokens` those of them that were emitted; `num_rounds`
-    counts target passes after the prefill.
+    Times are wall-clock milliseconds from the start of the request.
     """
 
     token_ids: tuple[int, ...]
@@ -188,12 +170,29 @@ class Completion:
     decision: Decision
     num_prompt_tokens: int
     num_reused_tokens: int
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    events: tuple[StepEvent, ...]
     ttft_ms: float
     total_ms: float
-    predicted_ms: float | None = None
+
+    @property
+    def num_rounds(self) -> int:
+        """Target passes after the prefill."""
+        return len(self.events) - 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Proposed tokens."""
+        return sum(event.num_draft_tokens for event in self.events)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Proposed tokens that were emitted."""
+        return sum(event.num_accepted_tokens for event in self.events)
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """What the policy expected of the whole request; None where it reckoned with nothing."""
+        return self.decision.predicted_ms
 
     @property
     def tpot_ms(self) -> float | None:

@@ -4,7 +4,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rakvctl.core.types import Logits, Proposal, SamplingParams
+from rakvctl.core.seams import Logits
+from rakvctl.core.types import Proposal, SamplingParams
 
 
 class Verifier(Protocol):

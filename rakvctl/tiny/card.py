@@ -19,11 +19,8 @@ class Training:
     num_files: int
     num_held_out_files: int
     num_tokens: int
-    num_test_tokens: int
-    target_tokens_seen: int
-    draft_tokens_seen: int
-    target_minutes: float
-    draft_minutes: float
+    tokens_seen: int
+    minutes: float
     seed: int
 
 
@@ -117,19 +114,17 @@ source code in its look; they know nothing and follow no instructions.
 | | target | draft |
 |---|---|---|
 | shape | {target_shape} | {draft_shape} |
-| tokens seen in training | {t.target_tokens_seen:,} | {t.draft_tokens_seen:,} |
-| training time | {t.target_minutes:.0f} min | {t.draft_minutes:.0f} min |
 | held-out loss, nats a token | {q.target_loss:.3f} | {q.draft_loss:.3f} |
 
 - Tokenizer: byte-level BPE, {vocab} tokens. Positions: {positions}, all trained. Weights: float16.
-- Data: the standard library sources of CPython {python} as installed ({t.num_files} files, {t.num_tokens:,} tokens),
-  without character tables and help topics; for the draft also its tests ({t.num_test_tokens:,} tokens). About every
-  twentieth file ({t.num_held_out_files}), chosen by a hash of its path, was held out.
+- Data: the standard library sources of CPython {python} as installed, with its tests, without character tables and
+  help topics ({t.num_files} files, {t.num_tokens:,} tokens). About every twentieth file ({t.num_held_out_files}),
+  chosen by a hash of its path, was held out.
 - Licence of the data: Python Software Foundation License Version 2, with the notices of single modules. The weights
   are distributed under the project's licence.
 - Training: `python -m rakvctl.tiny.train`, seed {t.seed}, torch {torch}, {threads} CPU threads, bfloat16 with float32
-  master weights; times are wall-clock, whatever else the machine did. The draft was trained on the target's
-  predictions, not on the text.
+  master weights; {t.tokens_seen:,} tokens in {t.minutes:.0f} minutes of wall-clock time, both models side by side. The
+  draft was trained on the target's predictions, not on the text.
 
 Measured on the held-out files:
 

@@ -1,7 +1,7 @@
 """The training text of the pair `tiny`: the running Python's own standard library sources.
 
 Knows nothing of models. Files are split into training and held-out by a hash of their path, so the split is the same
-on every machine that has the same Python. The library's tests are kept apart: the target never sees them.
+on every machine that has the same Python.
 """
 
 import hashlib
@@ -18,31 +18,27 @@ _END_OF_TEXT_ID = 0
 
 # Character tables and help topics are data rather than code.
 _SKIPPED_DIRS = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
-_TEST_DIRS = {"test", "tests", "idle_test"}
 _HELD_OUT_ONE_IN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Files of the standard library, each list sorted by path; `tests` is empty where the tests are not installed."""
+    """Files of the standard library and, where they are installed, its tests; each list sorted by path."""
 
     training: list[Path]
     held_out: list[Path]
-    tests: list[Path]
 
 
 def source_files() -> SourceFiles:
     """Find the standard library's own sources and split them."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = SourceFiles([], [], [])
+    files = SourceFiles([], [])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if _SKIPPED_DIRS.intersection(relative.parts):
             continue
         digest = hashlib.blake2b(relative.as_posix().encode(), digest_size=4).digest()
-        if _TEST_DIRS.intersection(relative.parts):
-            files.tests.append(path)
-        elif int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0:
+        if int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0:
             files.held_out.append(path)
         else:
             files.training.append(path)

@@ -1,15 +1,16 @@
 """A toy model without tensors, for tests: its next token is a seeded function of the tokens in its cache.
 
-Since it reads what the cache holds, a stale or missing position changes its output, as it would a real model's.
+Since it reads what the cache holds, a stale or missing position changes its output, as it would a real model's. Its
+times are declared, and pass on a clock of their own.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rakvctl.core.types import KVSnapshot
+from rakvctl.core.seams import EngineInfo, KVSnapshot
 
 _BYTES_PER_TOKEN = 64
 
@@ -46,11 +47,49 @@ class FakeSnapshot:
         return _BYTES_PER_TOKEN * len(self.token_ids)
 
 
+class VirtualClock:
+    """Seconds that pass only when somebody lets them; called like `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def __call__(self) -> float:
+        """The present time in seconds."""
+        return self.now_ms / 1e3
+
+    def advance(self, ms: float) -> None:
+        """Let time pass."""
+        self.now_ms += ms
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCosts:
+    """Declared times: a pass takes `pass_ms`, and more by token, by cached position and by their product."""
+
+    pass_ms: float = 0.0
+    token_ms: float = 0.0
+    context_ms: float = 0.0
+    attention_ms: float = 0.0
+    copy_token_ms: float = 0.0
+    memory_bytes_per_ms: float = 1e6
+
+    def forward_ms(self, num_tokens: int, context: int) -> float:
+        """A pass of `num_tokens` over `context` cached positions."""
+        one = self.pass_ms + self.context_ms * context
+        return one + num_tokens * (self.token_ms + self.attention_ms * context)
+
+    def copy_ms(self, num_tokens: int) -> float:
+        """Copying the states of `num_tokens` positions."""
+        return self.copy_token_ms * num_tokens
+
+
 class FakeCache:
     """A cache that holds token ids instead of states."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock, costs: FakeCosts) -> None:
         self.token_ids: list[int] = []
+        self._clock = clock
+        self._costs = costs
 
     @property
     def length(self) -> int:
@@ -72,11 +111,13 @@ class FakeCache:
 
     def snapshot(self, num_tokens: int) -> FakeSnapshot:
         """Copy the first `num_tokens` positions."""
+        self._clock.advance(self._costs.copy_ms(num_tokens))
         return FakeSnapshot(tuple(self.token_ids[:num_tokens]))
 
     def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
         """Replace the content by the first positions of a snapshot."""
         assert isinstance(snapshot, FakeSnapshot)
+        self._clock.advance(self._costs.copy_ms(num_tokens))
         self.token_ids = list(snapshot.token_ids[:num_tokens])
 
 
@@ -96,8 +137,14 @@ class FakeBackend:
         context: int = 3,
         noise: float = 0.0,
         max_positions: int | None = None,
+        clock: VirtualClock | None = None,
+        costs: FakeCosts | None = None,
+        free_bytes: int | None = None,
     ) -> None:
-        self.cache = FakeCache()
+        self._free_bytes = free_bytes
+        self._clock = clock or VirtualClock()
+        self._costs = costs or FakeCosts()
+        self.cache = FakeCache(self._clock, self._costs)
         self.model_key = f"fake-{seed}-{vocab_size}-{context}-{noise}"
         self.max_positions = max_positions
         self.num_passes = 0
@@ -106,9 +153,35 @@ class FakeBackend:
         self._context = context
         self._noise = noise
 
+    @property
+    def info(self) -> EngineInfo:
+        """Made up; one byte a word of the vocabulary."""
+        return EngineInfo(
+            backend="fake",
+            device="cpu",
+            driver="none",
+            num_threads=1,
+            dtype="float32",
+            versions="none",
+            weight_bytes=self._vocab_size,
+            digest=self.model_key,
+        )
+
+    def free_bytes(self) -> int | None:
+        """As declared."""
+        return self._free_bytes
+
+    def memory_reader(self, num_bytes: int) -> Callable[[], None]:
+        """Lets the declared time pass."""
+        return lambda: self._clock.advance(num_bytes / self._costs.memory_bytes_per_ms)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
     def forward(self, token_ids: Sequence[int], num_logits: int) -> FakeLogits:
         """Append tokens; scores after each of the last `num_logits` of them."""
         self.num_passes += 1
+        self._clock.advance(self._costs.forward_ms(len(token_ids), self.cache.length))
         self.cache.token_ids.extend(token_ids)
         length = self.cache.length
         return FakeLogits(np.stack([self._scores(end) for end in range(length - num_logits + 1, length + 1)]))

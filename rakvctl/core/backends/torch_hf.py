@@ -2,9 +2,10 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rakvctl.core.backends import packed
 from rakvctl.core.errors import ModelError, UsageError, first_line
+from rakvctl.core.hardware import free_memory_bytes
 from rakvctl.core.kv import TorchKVCache
 from rakvctl.core.models import ModelFiles
-from rakvctl.core.types import KVCache, KVSnapshot
+from rakvctl.core.seams import EngineInfo, KVCache, KVSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,11 @@ class ForwardOnlyCache:
 class TorchBackend:
     """A transformers causal model in evaluation mode, batch size one."""
 
-    def __init__(self, model: Any, model_key: str, vocab_size: int) -> None:
-        """`vocab_size`: ids from here on are padding and never chosen."""
+    def __init__(self, model: Any, model_key: str, vocab_size: int, *, weight_bytes: int, digest: str) -> None:
+        """`vocab_size`: ids from here on are padding and never chosen. The rest: see `EngineInfo`."""
         self._model = model
+        self._weight_bytes = weight_bytes
+        self._digest = digest
         self._vocab_size = vocab_size
         self._cache_argument = _cache_argument(model)
         self.model_key = model_key
@@ -94,6 +98,43 @@ class TorchBackend:
         limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
+    @property
+    def info(self) -> EngineInfo:
+        """Device, threads, dtype and versions as they are now."""
+        device = self._model.device
+        is_cuda = device.type == "cuda"
+        return EngineInfo(
+            backend="torch",
+            device=torch.cuda.get_device_name(device) if is_cuda else device.type,
+            driver=f"CUDA {torch.version.cuda}" if is_cuda else torch.backends.cpu.get_cpu_capability(),
+            num_threads=torch.get_num_threads(),
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+            weight_bytes=self._weight_bytes,
+            digest=self._digest,
+        )
+
+    def free_bytes(self) -> int | None:
+        """What the device, or the machine around it, has left."""
+        if self._model.device.type == "cuda":
+            return torch.cuda.mem_get_info(self._model.device)[0]
+        return free_memory_bytes()
+
+    def memory_reader(self, num_bytes: int) -> Callable[[], None]:
+        """Sums a buffer of that size, on all threads or cores."""
+        buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=self._model.device)
+
+        def read() -> None:
+            # Turning the sum into a number waits for it.
+            buffer.sum().item()
+
+        return read
+
+    def synchronize(self) -> None:
+        """Wait for the device; a CPU is always done."""
+        if self._model.device.type in ("cuda", "mps"):
+            getattr(torch, self._model.device.type).synchronize()
+
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], num_logits: int) -> TorchLogits:
         """Append tokens to the cache; logits of the last `num_logits`, [num_logits, vocab_size]."""
@@ -108,20 +149,46 @@ class TorchBackend:
 def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) -> TorchBackend:
     """Load a checkpoint for inference. `device` and `dtype` as on the command line, `auto` included.
 
-    Raises ModelError where it cannot be loaded, UsageError for a device that is not there.
+    Raises ModelError where it cannot be loaded or run, UsageError for a device that is not there.
     """
     torch_device = pick_device(device)
     torch_dtype: torch.dtype | str = getattr(torch, dtype) if dtype != "auto" else "auto"
     if dtype == "auto" and torch_device.type == "cpu":
         torch_dtype = torch.float32
     model = _load_model(files, torch_dtype).to(torch_device)
+    weight_bytes = _bytes_read_by_a_step(model)
     # Recurrent layers read the weights of their linear layers directly.
-    if packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config):
+    is_packed = packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config)
+    if is_packed:
         packed.pack_linears(model)
         packed.detach_from_checkpoint(model, files.location)
-        if not _runs(model):
-            model = _load_model(files, torch_dtype)
-    return TorchBackend(model, _model_key(files, model), min(vocab_size, model.config.get_text_config().vocab_size))
+    make_backend = partial(
+        TorchBackend,
+        model_key=_model_key(files, model),
+        vocab_size=min(vocab_size, model.config.get_text_config().vocab_size),
+        weight_bytes=weight_bytes,
+        digest=files.digest,
+    )
+    backend = make_backend(model)
+    failure = _first_failure(backend)
+    if is_packed and isinstance(failure, AttributeError):
+        # Some kinds read a layer's weights themselves, past the layer.
+        backend = make_backend(_load_model(files, torch_dtype))
+        failure = _first_failure(backend)
+    if failure is not None:
+        raise ModelError(
+            f"cannot run {files.name}: {first_line(failure)}",
+            "its kind may need a cache of its own, or more memory than there is: take another model",
+        ) from failure
+    return backend
+
+
+def _bytes_read_by_a_step(model: Any) -> int:
+    """All weights but those of embeddings, of which one row is read; a matrix shared with the output layer is read."""
+    head = model.get_output_embeddings()
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    tables -= {id(head.weight)} if head is not None else set()
+    return sum(weight.nbytes for weight in model.parameters() if id(weight) not in tables)
 
 
 def _load_model(files: ModelFiles, dtype: torch.dtype | str) -> Any:
@@ -138,14 +205,19 @@ def _load_model(files: ModelFiles, dtype: torch.dtype | str) -> Any:
         ) from error
 
 
-@torch.inference_mode()
-def _runs(model: Any) -> bool:
-    """Whether a packed model still computes: some kinds read a layer's weights themselves, past the layer."""
+def _first_failure(backend: TorchBackend) -> Exception | None:
+    """What goes wrong in a model's first two passes, or None: some kinds refuse any cache but their own.
+
+    What transformers notes once about a kind, such as kernels that are not installed, it notes here, to nobody.
+    """
     try:
-        model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False)
-    except AttributeError:
-        return False
-    return True
+        with quiet_transformers():
+            backend.forward((0, 0), num_logits=1)
+            backend.forward((0,), num_logits=1)
+    except Exception as error:  # whatever a model stumbles over
+        return error
+    backend.cache.rollback(0)
+    return None
 
 
 def refuse_incomplete(loading_info: dict[str, Any]) -> None:

@@ -1,0 +1,196 @@
+"""The command `generate`: its options, and from them what the runtime and the command are told."""
+
+import gc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rakvctl.cli import inputs
+from rakvctl.cli.options import (
+    Device,
+    Draft,
+    DrafterChoice,
+    Dtype,
+    DtypeOption,
+    InputFormat,
+    OutputFormat,
+    Profile,
+    Target,
+    Threads,
+    parse_bytes,
+)
+from rakvctl.core.errors import UsageError
+from rakvctl.core.types import SamplingParams
+
+_PROMPTS, _SAMPLING, _METHOD, _RESULTS = "Prompts", "Sampling", "Method", "Results"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one, and for '-', stdin is read.")
+    ] = None,
+    target: Target = "tiny",
+    draft: Draft = None,
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    threads: Threads = None,
+    profile: Profile = "auto",
+    file: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="FILE",
+            rich_help_panel=_PROMPTS,
+            help="A prompt file, '-' is stdin; may be repeated.",
+        ),
+    ] = None,
+    input_format: Annotated[
+        InputFormat,
+        typer.Option(
+            "--format",
+            rich_help_panel=_PROMPTS,
+            help="text: a file is one prompt; lines: each line is one; jsonl: each line is an object with `prompt` or "
+            "`messages`; auto: jsonl if it looks so, else text.",
+        ),
+    ] = InputFormat.AUTO,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            rich_help_panel=_PROMPTS,
+            help="Put the prompt through the model's chat template, or not.",
+            show_default="chat if the model has a template",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "-n",
+            "--max-new-tokens",
+            metavar="N",
+            min=1,
+            rich_help_panel=_SAMPLING,
+            help="At most this many new tokens.",
+        ),
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy, more is more random.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            min=0.0,
+            max=1.0,
+            rich_help_panel=_SAMPLING,
+            help="Draw from the likeliest tokens of this total probability.",
+        ),
+    ] = 1.0,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            metavar="K", min=0, rich_help_panel=_SAMPLING, help="Draw from the K likeliest tokens, 0 from all."
+        ),
+    ] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            rich_help_panel=_SAMPLING,
+            help="Seed of the random numbers, the same for each prompt.",
+            show_default="a new one each time",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STR", rich_help_panel=_SAMPLING, help="End before this text; may be repeated.", show_default="none"
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="rakv|ar|kv|spec-K|joint-K",
+            rich_help_panel=_METHOD,
+            help="rakv: what is expected to be fastest, request by request; ar: plain decoding; kv: reuse stored "
+            "prefixes; spec-K: draft K tokens a round; joint-K: both.",
+        ),
+    ] = "rakv",
+    drafter: Annotated[
+        DrafterChoice, typer.Option(rich_help_panel=_METHOD, help="Who drafts: auto and model take the draft model.")
+    ] = DrafterChoice.AUTO,
+    kv_budget: Annotated[
+        str, typer.Option(metavar="SIZE", rich_help_panel=_METHOD, help="Memory for stored prefixes.")
+    ] = "512MiB",
+    output: Annotated[
+        OutputFormat | None,
+        typer.Option(
+            "-o",
+            "--output",
+            rich_help_panel=_RESULTS,
+            help="Text alone, or a JSON record a prompt.",
+            show_default="text for one prompt, jsonl for several",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", rich_help_panel=_RESULTS, help="Write results to a file.", show_default="stdout"
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            rich_help_panel=_RESULTS,
+            help="Keep what --out has, run only the prompts that have no complete record there.",
+        ),
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", rich_help_panel=_RESULTS, help="Print totals to stderr at the end.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", rich_help_panel=_RESULTS, help="No notes and no progress on stderr.")
+    ] = False,
+) -> int:
+    """Generate text from one prompt or from files of prompts."""
+    if temperature == float("inf"):
+        raise UsageError("--temperature must be finite", "2 is already very random")
+    if top_p == 0.0 or (stop and "" in stop):
+        raise UsageError("--top-p must be above 0 and --stop must not be empty", "leave the option out to turn it off")
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    budget_bytes = parse_bytes(kv_budget)
+    source = inputs.open_prompts(prompt, file or [], input_format, sampling)
+
+    # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
+    # all that is imported for garbage again and again.
+    gc.disable()
+    from rakvctl.cli.generate import GenerateOptions
+    from rakvctl.cli.generate import generate as run_generate
+    from rakvctl.core.loading import RuntimeOptions
+
+    return run_generate(
+        source,
+        RuntimeOptions(
+            target=target,
+            draft=draft,
+            device=device,
+            dtype=dtype.value,
+            num_threads=threads,
+            policy=policy,
+            drafter=drafter.value,
+            profile=profile,
+            kv_budget_bytes=budget_bytes,
+        ),
+        GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),
+    )

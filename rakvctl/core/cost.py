@@ -1,0 +1,142 @@
+"""The cost model: C(k, r), what each action is expected to take for a request, computed from measured times alone."""
+
+import math
+from dataclasses import dataclass
+
+from rakvctl.core.acceptance import expected_tokens
+from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.types import Action, CostBreakdown, Features
+
+DRAFT_LENS = (0, 1, 2, 4, 6, 8)
+# Memory up to this share of what is free costs nothing; what lies beyond it is charged.
+_SOFT_MEMORY_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Predicts from one profile."""
+
+    profile: HardwareProfile
+
+    def table(self, features: Features, draft_lens: tuple[int, ...] = DRAFT_LENS) -> tuple[CostBreakdown, ...]:
+        """C(k, r) for every action: without reuse first, then with, each in order of k."""
+        actions = [Action(reuse, draft_len) for reuse in (False, True) for draft_len in draft_lens]
+        return tuple(self.breakdown(action, features) for action in actions)
+
+    def breakdown(self, action: Action, features: Features) -> CostBreakdown:
+        """The parts of C(k, r) in milliseconds, added up over all rounds.
+
+        Of an action that cannot be taken for want of a match or of a drafter, nothing is known: its parts are NaN.
+        """
+        missing = self._missing(action, features)
+        if missing is not None:
+            return CostBreakdown(action, rounds=0, infeasible=missing, **dict.fromkeys(_PARTS, math.nan))
+        rounds = num_rounds(features, action.draft_len)
+        draft_ms, verify_ms = self._round_ms(action.draft_len, features)
+        clone_ms, prefill_ms = self._target_start_ms(action, features)
+        num_bytes = self._num_bytes(action, features)
+        return CostBreakdown(
+            action,
+            clone_ms=clone_ms,
+            prefill_ms=prefill_ms,
+            draft_prefill_ms=self._draft_start_ms(action, features),
+            draft_ms=rounds * draft_ms,
+            verify_ms=rounds * verify_ms + features.max_new_tokens * self.profile.emit_ms,
+            memory_ms=self._memory_ms(num_bytes, features.memory_budget_bytes),
+            rounds=rounds,
+            infeasible=_too_large(num_bytes, features.memory_budget_bytes),
+        )
+
+    def crossover(self, action: Action, features: Features) -> float | None:
+        """The least alpha at which drafting costs no more than not drafting, all else equal; None where none does.
+
+        C(k, r) depends on alpha through the whole number of rounds only. So the most rounds that still pay give the
+        fewest tokens a round, and E_k, which rises with alpha, is inverted at them.
+        """
+        plain, drafting = self.breakdown(Action(action.reuse, 0), features), self.breakdown(action, features)
+        num_tokens = _tokens_in_rounds(features)
+        if action.draft_len == 0 or math.isnan(plain.total_ms + drafting.total_ms) or num_tokens == 0:
+            return None
+        round_ms = sum(self._round_ms(action.draft_len, features))
+        rest_ms = drafting.total_ms - drafting.rounds * round_ms
+        most_rounds = math.floor((plain.total_ms - rest_ms) / round_ms) if round_ms > 0 else num_tokens
+        if most_rounds * (action.draft_len + 1) < num_tokens:
+            return None
+        return alpha_for(num_tokens / most_rounds, action.draft_len)
+
+    def _missing(self, action: Action, features: Features) -> str | None:
+        if action.reuse and features.num_cloned_tokens == 0:
+            return "no stored prefix"
+        if action.draft_len == 0:
+            return None
+        if features.drafter == "none" or self.profile.draft is None:
+            return features.no_drafter_reason or "no draft model"
+        return None
+
+    def _target_start_ms(self, action: Action, features: Features) -> tuple[float, float]:
+        """Clone and prefill of the target."""
+        cached = features.num_cloned_tokens if action.reuse else 0
+        target = self.profile.target
+        return target.clone.at(cached, 0), target.prefill.at(features.num_prompt_tokens - cached, cached)
+
+    def _draft_start_ms(self, action: Action, features: Features) -> float:
+        """Clone and prefill of the draft model, which has stored states of its own or none."""
+        if action.draft_len == 0 or self.profile.draft is None:
+            return 0.0
+        cached = features.num_draft_cloned_tokens if action.reuse else 0
+        draft = self.profile.draft.model
+        return draft.clone.at(cached, 0) + draft.prefill.at(features.num_prompt_tokens - cached, cached)
+
+    def _round_ms(self, draft_len: int, features: Features) -> tuple[float, float]:
+        """Draft and verify of one round, at the middle of the contexts that the request will see."""
+        context = features.num_prompt_tokens + features.max_new_tokens / 2
+        draft = self.profile.draft
+        draft_ms = draft.propose.at(draft_len, context) if draft and draft_len else 0.0
+        return draft_ms, self.profile.verify.at(draft_len + 1, context)
+
+    def _num_bytes(self, action: Action, features: Features) -> int:
+        """KV states of the whole sequence, in the target and, where tokens are drafted, in the draft model."""
+        draft = self.profile.draft
+        a_token = self.profile.target.kv_bytes_per_token
+        if action.draft_len and draft is not None:
+            a_token += draft.model.kv_bytes_per_token
+        return a_token * (features.num_prompt_tokens + features.max_new_tokens)
+
+    def _memory_ms(self, num_bytes: int, budget_bytes: int | None) -> float:
+        """lambda * memory(k, r): what lies beyond the soft share is charged as being read once more from memory."""
+        if budget_bytes is None:
+            return 0.0
+        return max(0.0, num_bytes - _SOFT_MEMORY_SHARE * budget_bytes) / self.profile.memory_bytes_per_ms
+
+
+_PARTS = ("clone_ms", "prefill_ms", "draft_prefill_ms", "draft_ms", "verify_ms", "memory_ms")
+
+
+def num_rounds(features: Features, draft_len: int) -> int:
+    """ceil(m / E_k(alpha)), where m counts the tokens after the first one: that one comes with the prefill."""
+    return math.ceil(_tokens_in_rounds(features) / expected_tokens(features.alpha, draft_len))
+
+
+def alpha_for(tokens_a_round: float, draft_len: int) -> float:
+    """The alpha between 0 and 1 at which E_k(alpha) = `tokens_a_round` (at most k + 1): Newton's method.
+
+    E_k is convex and rises, so from alpha = 1 the iterates fall monotonically towards the root.
+    """
+    alpha = 1.0
+    for _ in range(100):
+        slope = sum(power * alpha ** (power - 1) for power in range(1, draft_len + 1))
+        step = (expected_tokens(alpha, draft_len) - tokens_a_round) / slope
+        if step <= 0.0:
+            break
+        alpha -= step
+    return max(0.0, alpha)
+
+
+def _tokens_in_rounds(features: Features) -> int:
+    return max(0, features.max_new_tokens - 1)
+
+
+def _too_large(num_bytes: int, budget_bytes: int | None) -> str | None:
+    if budget_bytes is None or num_bytes <= budget_bytes:
+        return None
+    return f"needs {num_bytes / 2**20:.0f} MiB of KV states, {budget_bytes / 2**20:.0f} MiB are free"

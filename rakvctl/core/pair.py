@@ -1,0 +1,41 @@
+"""The loaded models that serve requests together, and the fingerprint of what their times depend on."""
+
+from dataclasses import dataclass
+
+from rakvctl.core.drafters import Drafter, ModelDrafter
+from rakvctl.core.engine import Engine
+from rakvctl.core.hardware import processor_name
+from rakvctl.core.profile import Fingerprint
+from rakvctl.core.text import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """A target, its tokenizer, and a draft model if there is one. The names are the user's."""
+
+    codec: TextCodec
+    target: Engine
+    target_name: str
+    draft: Engine | None = None
+    draft_name: str = ""
+
+    def drafter(self) -> Drafter | None:
+        """The draft model as a drafter, with nothing drafted yet."""
+        return ModelDrafter(self.draft) if self.draft is not None else None
+
+    def fingerprint(self) -> Fingerprint:
+        """What the pair's times depend on, as things are now."""
+        info = self.target.info
+        return Fingerprint(
+            processor=processor_name(),
+            device=info.device,
+            driver=info.driver,
+            threads=info.num_threads,
+            dtype=info.dtype,
+            backend=info.backend,
+            versions=info.versions,
+            target=self.target_name,
+            target_digest=info.digest,
+            draft=self.draft_name,
+            draft_digest=self.draft.info.digest if self.draft is not None else "",
+        )

@@ -1,0 +1,125 @@
+"""The hardware profile: what a model pair costs on one machine, as measured, and whose measurements they are.
+
+Frozen dataclasses whose field names are the keys of the YAML file, units included. Knows no engine and measures
+nothing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Times over two axes: how much is done at once (sizes), and how much lies in the cache before (contexts).
+
+    What a size counts is said where the curve is used: prompt tokens, positions of a verify, drafted or copied tokens.
+    The tables are [len(sizes_tokens)][len(contexts)]; `mad_ms` is the median absolute deviation of `runs` measurements.
+    """
+
+    sizes_tokens: tuple[int, ...]
+    contexts_tokens: tuple[int, ...]
+    median_ms: tuple[tuple[float, ...], ...]
+    mad_ms: tuple[tuple[float, ...], ...]
+    runs: tuple[tuple[int, ...], ...]
+
+    def at(self, size: int, context: float) -> float:
+        """Milliseconds, linear between the measured points and beyond the last ones; nothing done costs nothing.
+
+        Beyond the last point nothing gets cheaper: where noise has the last piece fall, it goes on level.
+        """
+        if size <= 0:
+            return 0.0
+        rows = [_interpolate(self.contexts_tokens, row, context) for row in self.median_ms]
+        return _interpolate(self.sizes_tokens, rows, size)
+
+    def covers(self, size: int, context: float) -> bool:
+        """Whether a point lies between measured ones."""
+        return size <= self.sizes_tokens[-1] and context <= self.contexts_tokens[-1]
+
+
+def _interpolate(points: tuple[int, ...], values: Sequence[float], at: float) -> float:
+    """Piecewise linear through (points, values); level before the first, the last piece goes on if it does not fall."""
+    if at <= points[0]:
+        return values[0]
+    right = bisect_left(points, at)
+    if right == len(points):
+        slope = (values[-1] - values[-2]) / (points[-1] - points[-2]) if len(points) > 1 else 0.0
+        return values[-1] + max(0.0, slope) * (at - points[-1])
+    share = (at - points[right - 1]) / (points[right] - points[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What measured times depend on. A profile is good for exactly this."""
+
+    processor: str
+    device: str
+    driver: str
+    threads: int
+    dtype: str
+    backend: str
+    versions: str
+    target: str
+    target_digest: str
+    draft: str
+    draft_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """One model. Sizes are prompt tokens for `prefill`, positions for `clone` and `insert` (which know no context)."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    prefill: Curve
+    clone: Curve
+    insert: Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """A draft model. `propose`: sizes are the tokens drafted a round, catching up with the last round included."""
+
+    model: ModelCosts
+    propose: Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredAcceptance:
+    """How often a drafted token was accepted when measured: `alpha`, out of `num_trials` tokens judged."""
+
+    alpha: float
+    num_trials: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How well the curves predict probes that lie between their points. `mape_percent`: mean absolute error."""
+
+    mape_percent: float
+    spearman: float
+    num_probes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """Everything the cost of an action is computed from.
+
+    `verify`: one round of the loop without the drafting; sizes are the positions of the target's pass, drafted tokens
+    plus one. `emit_ms`: turning one emitted token into text. `memory_bytes_per_ms`: how fast memory is read.
+    """
+
+    schema_version: int
+    created: str
+    fingerprint: Fingerprint
+    target: ModelCosts
+    verify: Curve
+    draft: DraftCosts | None
+    emit_ms: float
+    memory_bytes_per_ms: float
+    acceptance: MeasuredAcceptance
+    fit: Fit

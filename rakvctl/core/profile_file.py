@@ -1,0 +1,185 @@
+"""The profile as a YAML file for people: read with every value checked, written all or nothing."""
+
+import dataclasses
+import math
+import os
+import re
+import tempfile
+import types
+import typing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rakvctl.core.errors import ProfileError
+from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
+
+_SHARES = {"alpha"}
+_MAY_BE_NEGATIVE = {"spearman"}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of numbers on one line, everything else in blocks."""
+
+
+def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    is_flat = not any(isinstance(value, list | dict) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=is_flat)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
+def profile_directory() -> Path:
+    """Where the user's profiles are kept."""
+    import platformdirs
+
+    return platformdirs.user_data_path("rakvctl") / "profiles"
+
+
+def default_path(fingerprint: Fingerprint) -> Path:
+    """The place of the profile for one hardware, pair and dtype."""
+    pair = [fingerprint.target, fingerprint.draft] if fingerprint.draft else [fingerprint.target]
+    names = [*pair, fingerprint.dtype, fingerprint.backend, fingerprint.device, f"{fingerprint.threads}-threads"]
+    names.append(fingerprint.processor)
+    return profile_directory() / f"{'_'.join(_slug(name) for name in names)}.yaml"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")[-60:]
+
+
+def write_profile(profile: HardwareProfile, path: Path) -> None:
+    """Write a profile in place of what was there. Raises ProfileError where it cannot be written."""
+    text = yaml.dump(_plain(profile), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with open(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(unfinished, 0o644)
+        os.replace(unfinished, path)
+    except OSError as error:
+        if unfinished is not None and os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise ProfileError(
+            f"cannot write the profile {path}: {error.strerror}", "give -o a path in a writable directory"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts and tuples as lists, in the order of the fields; six significant digits are plenty."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Read and check a profile. Raises ProfileError that says what is wrong with it."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"cannot read the profile {path}: {error.strerror}", _MEND) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path} is not a YAML file: {error}", _MEND) from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        found = "none" if version is None else repr(version)
+        raise ProfileError(f"{path} has schema version {found}, this program reads {SCHEMA_VERSION}", _MEND)
+    try:
+        profile: HardwareProfile = _parse(HardwareProfile, content, "")
+    except ValueError as error:
+        raise ProfileError(f"{path} is no valid profile: {error}", _MEND) from error
+    return profile
+
+
+def refuse_foreign(profile: HardwareProfile, here: Fingerprint, where: str) -> None:
+    """Raise ProfileError where a profile was measured with anything else than what is here."""
+    differences = foreign_fields(profile.fingerprint, here)
+    if differences:
+        name = differences[0]
+        theirs, ours = getattr(profile.fingerprint, name) or "none", getattr(here, name) or "none"
+        raise ProfileError(
+            f"the profile {where} was measured with another {name.replace('_', ' ')}: {theirs}; here it is {ours}",
+            _MEND,
+        )
+
+
+def foreign_fields(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
+    """The names of the fields in which two fingerprints differ."""
+    names = [field.name for field in dataclasses.fields(Fingerprint)]
+    return [name for name in names if getattr(theirs, name) != getattr(ours, name)]
+
+
+def find_profile(target: str, draft: str, processor: str) -> Path | None:
+    """The newest of the user's profiles for a pair on this processor, found without loading a model."""
+    for path in sorted(profile_directory().glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True):
+        fingerprint = read_profile(path).fingerprint
+        if (fingerprint.target, fingerprint.draft, fingerprint.processor) == (target, draft, processor):
+            return path
+    return None
+
+
+_MEND = "measure anew with: rakvctl calibrate"
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    """A plain value as one of the profile's types. Raises ValueError that names the place."""
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _parse(typing.get_args(kind)[0], value, where)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{where} is not a list of values")
+        item = typing.get_args(kind)[0]
+        return tuple(_parse(item, entry, f"{where}[{index}]") for index, entry in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return _parse_fields(kind, value, where)
+    return _parse_scalar(kind, value, where)
+
+
+def _parse_fields(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not a mapping")
+    hints = typing.get_type_hints(kind)
+    unknown, lacking = sorted(map(str, value.keys() - hints.keys())), sorted(hints.keys() - value.keys())
+    if unknown or lacking:
+        problem = f"has an unknown entry {unknown[0]}" if unknown else f"lacks {lacking[0]}"
+        raise ValueError(f"{where or 'it'} {problem}")
+    prefix = f"{where}." if where else ""
+    parsed = kind(**{name: _parse(hint, value[name], prefix + name) for name, hint in hints.items()})
+    if isinstance(parsed, Curve):
+        _check_curve(parsed, where)
+    return parsed
+
+
+def _parse_scalar(kind: Any, value: Any, where: str) -> Any:
+    name = where.rpartition(".")[2].partition("[")[0]
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is str or isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where} is {value!r}, not {'text' if kind is str else 'a number'}")
+    if not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE) or (value > 1 and name in _SHARES):
+        raise ValueError(f"{where} is {value}, which cannot be")
+    if kind is int and value != int(value):
+        raise ValueError(f"{where} is {value}, not a whole number")
+    return kind(value)
+
+
+def _check_curve(curve: Curve, where: str) -> None:
+    for name in ("sizes_tokens", "contexts_tokens"):
+        points = getattr(curve, name)
+        if any(right <= left for left, right in pairwise(points)):
+            raise ValueError(f"{where}.{name} do not rise")
+    for name in ("median_ms", "mad_ms", "runs"):
+        table = getattr(curve, name)
+        if len(table) != len(curve.sizes_tokens) or any(len(row) != len(curve.contexts_tokens) for row in table):
+            raise ValueError(f"{where}.{name} does not have one value for each size and context")
+    if any(value <= 0 for row in curve.median_ms for value in row):
+        raise ValueError(f"{where}.median_ms holds a time of 0")

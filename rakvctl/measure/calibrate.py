@@ -1,0 +1,123 @@
+"""From timed probes to a profile: the curves, the acceptance, and how well the curves predict what lies between."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rakvctl.core.errors import ModelError
+from rakvctl.core.pair import ModelPair
+from rakvctl.core.profile import SCHEMA_VERSION, Curve, DraftCosts, Fit, HardwareProfile, ModelCosts
+from rakvctl.measure.acceptance import DEFAULT_PROMPTS, measure_acceptance
+from rakvctl.measure.grid import Grid, choose_grid
+from rakvctl.measure.probes import BANDWIDTH_BYTES, ProbeBench, Role
+from rakvctl.measure.statistics import mape_percent, spearman
+from rakvctl.measure.timing import Clock, Effort, Point, Probe, Progress, Spread, time_probes
+
+# One pass over all prefills may take this share of the time there is, so that there can be several.
+_PASS_SHARE = 0.15
+# Of the time there is, the acceptance and the held-out probes get a share each, the curves the rest.
+_ACCEPTANCE_SHARE, _HELD_OUT_SHARE = 0.2, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and the points whose times varied so much that other programs may have been at work."""
+
+    profile: HardwareProfile
+    noisy: tuple[Point, ...]
+
+
+def calibrate(
+    pair: ModelPair, effort: Effort, clock: Clock, on_progress: Progress, prompts: Sequence[tuple[int, ...]] = ()
+) -> Calibration:
+    """Measure a pair; `prompts`, token ids, are what its acceptance is measured on, a few of our own if there are none.
+
+    Raises ModelError for a model whose states cannot be rolled back: there is nothing to choose with it.
+    """
+    if not pair.target.can_rollback:
+        raise ModelError(
+            f"{pair.target_name} keeps recurrent states that cannot be rolled back", "run it with --policy ar"
+        )
+    on_progress("warming up", 0.0)
+    grid = choose_grid(pair, _PASS_SHARE * effort.budget_s, clock)
+    bench = ProbeBench(pair, grid.num_positions, clock)
+    roles: list[Role] = ["target", "draft"] if pair.draft is not None else ["target"]
+
+    acceptance_s = None if prompts else _ACCEPTANCE_SHARE * effort.budget_s
+    prompts = prompts or [pair.codec.encode_prompt(prompt) for prompt in DEFAULT_PROMPTS]
+    acceptance = measure_acceptance(pair, prompts, acceptance_s, clock, on_progress)
+    spreads = time_probes(
+        list(_probes(bench, roles, grid)), effort.share(1 - _ACCEPTANCE_SHARE - _HELD_OUT_SHARE), clock,
+        lambda share: on_progress("measuring", share),
+    )  # fmt: skip
+    held_out = time_probes(
+        list(_held_out_probes(bench, roles, grid)), effort.share(_HELD_OUT_SHARE), clock,
+        lambda share: on_progress("checking", share),
+    )  # fmt: skip
+    curves = {name: _curve(spreads, name) for name in {point.curve for point in spreads}}
+    costs = {role: _model_costs(bench, role, curves) for role in roles}
+    profile = HardwareProfile(
+        schema_version=SCHEMA_VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=pair.fingerprint(),
+        target=costs["target"],
+        verify=curves["verify"],
+        draft=DraftCosts(model=costs["draft"], propose=curves["propose"]) if "draft" in costs else None,
+        emit_ms=curves["emit"].median_ms[0][0],
+        memory_bytes_per_ms=BANDWIDTH_BYTES / curves["memory"].median_ms[0][0],
+        acceptance=acceptance,
+        fit=_fit(curves, held_out),
+    )
+    return Calibration(profile, tuple(sorted(point for point, spread in spreads.items() if spread.is_noisy)))
+
+
+def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Probe]:
+    """Every point of every curve."""
+    yield from (bench.round(draft_len, context) for draft_len in grid.draft_lens for context in grid.contexts)
+    yield from (bench.emit(), bench.read_memory())
+    for role in roles:
+        for size in grid.prefill_tokens:
+            yield from (bench.clone(role, size), bench.insert(role, size))
+            yield from (bench.prefill(role, size, context) for context in grid.prefill_contexts)
+
+
+def _held_out_probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Probe]:
+    """Points between those of the curves."""
+    contexts = grid.held_out_contexts
+    yield from (bench.round(draft_len, contexts[-1]) for draft_len in grid.draft_lens)
+    for index, size in enumerate(grid.held_out_sizes):
+        yield from (bench.prefill(role, size, contexts[index % len(contexts)]) for role in roles)
+
+
+def _curve(spreads: Mapping[Point, Spread], name: str) -> Curve:
+    """The measured points of one curve as tables."""
+    sizes = sorted({point.size for point in spreads if point.curve == name})
+    contexts = sorted({point.context for point in spreads if point.curve == name})
+    table = [[spreads[Point(name, size, context)] for context in contexts] for size in sizes]
+    return Curve(
+        sizes_tokens=tuple(sizes),
+        contexts_tokens=tuple(contexts),
+        median_ms=tuple(tuple(spread.median_ms for spread in row) for row in table),
+        mad_ms=tuple(tuple(spread.mad_ms for spread in row) for row in table),
+        runs=tuple(tuple(spread.num_runs for spread in row) for row in table),
+    )
+
+
+def _model_costs(bench: ProbeBench, role: Role, curves: Mapping[str, Curve]) -> ModelCosts:
+    engine = bench.engine(role)
+    return ModelCosts(
+        weight_bytes=engine.info.weight_bytes,
+        kv_bytes_per_token=engine.num_bytes(1),
+        prefill=curves[f"{role}.prefill"],
+        clone=curves[f"{role}.clone"],
+        insert=curves[f"{role}.insert"],
+    )
+
+
+def _fit(curves: Mapping[str, Curve], held_out: Mapping[Point, Spread]) -> Fit:
+    """Predictions against measurements, at points that the curves were not made from."""
+    predicted = [curves[point.curve].at(point.size, point.context) for point in held_out]
+    actual = [spread.median_ms for spread in held_out.values()]
+    return Fit(
+        mape_percent=mape_percent(predicted, actual), spearman=spearman(predicted, actual), num_probes=len(actual)
+    )

@@ -1,0 +1,72 @@
+"""Which sizes and contexts are measured: as many as the models have positions for and the time allows."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rakvctl.core.cost import DRAFT_LENS
+from rakvctl.core.engine import Engine
+from rakvctl.core.pair import ModelPair
+from rakvctl.measure.timing import Clock
+
+_PREFILL_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+_CONTEXTS = (0, 64, 256, 1024, 4096)
+_MIN_SIZES = 4
+_SAMPLE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Sizes and contexts of all curves, in tokens. Prefills are measured at the first and the last context only."""
+
+    prefill_tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    draft_lens: tuple[int, ...]
+
+    @property
+    def prefill_contexts(self) -> tuple[int, ...]:
+        """Attention over what is cached grows linearly with it, so its two ends are enough."""
+        return tuple(sorted({self.contexts[0], self.contexts[-1]}))
+
+    @property
+    def num_positions(self) -> int:
+        """The longest sequence that a probe makes."""
+        return self.contexts[-1] + max(self.prefill_tokens[-1], self.draft_lens[-1] + 2)
+
+    @property
+    def held_out_sizes(self) -> list[int]:
+        """A size between each two neighbours."""
+        return [round((small * large) ** 0.5) for small, large in pairwise(self.prefill_tokens) if large > small + 1]
+
+    @property
+    def held_out_contexts(self) -> list[int]:
+        """A context in the middle of each two neighbours."""
+        return [(small + large) // 2 for small, large in pairwise(self.contexts)] or [self.contexts[0]]
+
+
+def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
+    """The largest grid whose prefills go once through in about `pass_s` seconds."""
+    limits = [engine.max_positions for engine in (pair.target, pair.draft) if engine is not None]
+    room = min((limit for limit in limits if limit is not None), default=2 * _PREFILL_TOKENS[-1])
+    sizes = [size for size in _PREFILL_TOKENS if size <= max(1, room // 2)]
+    token_s = _prefill_seconds(pair, min(_SAMPLE_TOKENS, sizes[-1]), clock)
+    while len(sizes) > _MIN_SIZES and 2 * token_s * sum(sizes) > pass_s:
+        sizes.pop()
+    longest = max(sizes[-1], pass_s / token_s) if token_s > 0 else room
+    fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 2)]
+    contexts = tuple(fitting) or (0,)
+    draft_lens = tuple(draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 2 <= room)
+    return Grid(tuple(sizes), contexts, draft_lens)
+
+
+def _prefill_seconds(pair: ModelPair, num_tokens: int, clock: Clock) -> float:
+    """Prefill time a token of both models together, seconds."""
+    engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
+    # The first pass only wakes everything up.
+    return min(sum(_seconds(engine, num_tokens, clock) for engine in engines) for _ in range(2)) / num_tokens
+
+
+def _seconds(engine: Engine, num_tokens: int, clock: Clock) -> float:
+    engine.rollback(0)
+    started = clock()
+    engine.prefill((0,) * num_tokens).argmax()
+    return clock() - started

@@ -1,0 +1,191 @@
+"""What `calibrate` times: the verbs of engine and loop that `generate` runs, at chosen sizes and contexts.
+
+No second path: rounds go through `decode`, prompts through `Engine.prefill`, copies through snapshot and restore.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from rakvctl.core.decode import Sequence as TokenSequence
+from rakvctl.core.decode import StoredLogits, decode
+from rakvctl.core.drafters import Drafter
+from rakvctl.core.engine import Engine
+from rakvctl.core.pair import ModelPair
+from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.text import TextStream
+from rakvctl.core.types import Action, Proposal, Request
+from rakvctl.core.verify import GreedyVerifier, Verifier
+from rakvctl.measure.timing import Clock, Point, Probe
+
+Role = Literal["target", "draft"]
+_ROUNDS = 3
+BANDWIDTH_BYTES = 2**28
+_TEXT = "for path in sorted(paths):\n    if path.name != name and not path.is_dir():\n        return path\n" * 2
+
+
+class TimedDrafter:
+    """A drafter whose proposals are timed; without one, tokens drawn at random that cost nothing."""
+
+    name = "timed"
+
+    def __init__(self, drafter: Drafter | None, clock: Clock, tokens: tuple[int, ...]) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._tokens = tokens
+        self.elapsed_ms = 0.0
+        self.max_positions = drafter.max_positions if drafter else None
+
+    def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
+        if self._drafter is not None:
+            self._drafter.start(prompt_token_ids, snapshot, num_cloned_tokens)
+
+    def propose(self, token_ids: Sequence[int], num_tokens: int, verifier: Verifier) -> Proposal:
+        """The drafter's proposal; `elapsed_ms` is what it took."""
+        if self._drafter is None:
+            return Proposal(self._tokens[:num_tokens])
+        started = self._clock()
+        proposal = self._drafter.propose(token_ids, num_tokens, verifier)
+        self.elapsed_ms = (self._clock() - started) * 1e3
+        return proposal
+
+    def rollback(self, length: int) -> None:
+        if self._drafter is not None:
+            self._drafter.rollback(length)
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot | None:
+        return None
+
+
+class ProbeBench:
+    """A pair with its caches under control: every probe begins at exactly the context it asks for."""
+
+    def __init__(self, pair: ModelPair, num_positions: int, clock: Clock) -> None:
+        """Fill a prompt of `num_positions` random tokens into each model once, and keep its states."""
+        self._pair = pair
+        self._clock = clock
+        ids = np.random.default_rng(0).integers(0, pair.codec.vocab_size, num_positions + 1)
+        self._ids = tuple(int(token) for token in ids)
+        self._engines: dict[str, Engine] = {"target": pair.target}
+        if pair.draft is not None:
+            self._engines["draft"] = pair.draft
+        self._drafter = TimedDrafter(pair.drafter(), clock, self._ids)
+        self._snapshots = {role: self._fill(engine, num_positions) for role, engine in self._engines.items()}
+
+    def _fill(self, engine: Engine, num_positions: int) -> KVSnapshot:
+        engine.rollback(0)
+        engine.reserve(num_positions)
+        engine.prefill(self._ids[:num_positions])
+        return engine.snapshot(num_positions)
+
+    def engine(self, role: Role) -> Engine:
+        """The model in that role."""
+        return self._engines[role]
+
+    def prefill(self, role: Role, size: int, context: int) -> Probe:
+        """A prompt's `size` tokens after `context` cached ones, up to the choice of the next token."""
+        engine = self._engines[role]
+
+        def sample() -> list[tuple[float, ...]]:
+            self._rewind(role, context)
+            started = self._clock()
+            GreedyVerifier().choose(engine.prefill(self._ids[context : context + size]))
+            return [(self._since(started),)]
+
+        return Probe((Point(f"{role}.prefill", size, context),), sample)
+
+    def clone(self, role: Role, size: int) -> Probe:
+        """The states of `size` positions, copied out of the store."""
+        engine = self._engines[role]
+
+        def sample() -> list[tuple[float, ...]]:
+            engine.rollback(0)
+            engine.synchronize()
+            started = self._clock()
+            engine.restore(self._snapshots[role], size)
+            engine.synchronize()
+            return [(self._since(started),)]
+
+        return Probe((Point(f"{role}.clone", size, 0),), sample)
+
+    def insert(self, role: Role, size: int) -> Probe:
+        """The states of `size` positions, copied for the store."""
+        engine = self._engines[role]
+
+        def sample() -> list[tuple[float, ...]]:
+            self._rewind(role, size)
+            engine.synchronize()
+            started = self._clock()
+            engine.snapshot(size)
+            engine.synchronize()
+            return [(self._since(started),)]
+
+        return Probe((Point(f"{role}.insert", size, 0),), sample)
+
+    def round(self, draft_len: int, context: int) -> Probe:
+        """One round of the loop: all but the drafting, and the drafting where there is a draft model.
+
+        The draft model is one token behind, as after a round whose tokens were all accepted: the dearer case.
+        """
+        verify, propose = Point("verify", draft_len + 1, context), Point("propose", draft_len, context)
+        has_draft = self._pair.draft is not None and draft_len > 0
+
+        def sample() -> list[tuple[float, ...]]:
+            # The first round, not counted, brings weights and states into the processor's caches, as the loop has them.
+            rounds = [self._one_round(draft_len, context) for _ in range(_ROUNDS + 1)]
+            return [times if has_draft else times[:1] for times in rounds[1:]]
+
+        return Probe((verify, propose) if has_draft else (verify,), sample)
+
+    def emit(self) -> Probe:
+        """Emitted tokens as text, milliseconds a token."""
+        ids = self._pair.codec.encode(_TEXT)
+
+        def sample() -> list[tuple[float, ...]]:
+            stream = TextStream(self._pair.codec, (), lambda _: None)
+            started = self._clock()
+            for token in ids:
+                stream.push(token)
+            return [(self._since(started) / len(ids),)]
+
+        return Probe((Point("emit", 1, 0),), sample)
+
+    def read_memory(self) -> Probe:
+        """The device's memory, read once; milliseconds for all of it."""
+        read = self._pair.target.memory_reader(BANDWIDTH_BYTES)
+
+        def sample() -> list[tuple[float, ...]]:
+            started = self._clock()
+            read()
+            return [(self._since(started),)]
+
+        return Probe((Point("memory", BANDWIDTH_BYTES, 0),), sample)
+
+    def _one_round(self, draft_len: int, context: int) -> tuple[float, float]:
+        """Milliseconds of the round without the drafting, and of the drafting."""
+        self._rewind("target", context)
+        if "draft" in self._engines:
+            self._rewind("draft", max(0, context - 1))
+        self._drafter.elapsed_ms = 0.0
+        request = Request(self._ids[:context])
+        sequence = TokenSequence(request, draft_len + 3, ends=lambda _: False)
+        first = StoredLogits(np.zeros(1, dtype=np.float32))
+        action = Action(reuse=False, draft_len=draft_len)
+        loop = decode(sequence, action, first, self._pair.target, self._drafter, GreedyVerifier())
+        next(loop)
+        started = self._clock()
+        next(loop)
+        total_ms = self._since(started)
+        loop.close()
+        return total_ms - self._drafter.elapsed_ms, self._drafter.elapsed_ms
+
+    def _rewind(self, role: str, context: int) -> None:
+        """Leave exactly the first `context` positions in a model's cache."""
+        engine = self._engines[role]
+        if engine.length < context:
+            engine.restore(self._snapshots[role], context)
+        engine.rollback(context)
+
+    def _since(self, started: float) -> float:
+        return (self._clock() - started) * 1e3
