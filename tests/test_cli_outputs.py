@@ -258,19 +258,11 @@ def test_a_reader_that_has_gone_is_no_full_disk() -> None:
     """The program ends quietly then."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    stream = open(write_end, "w")
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(BrokenPipeError), open(write_end, "w") as stream:
         JsonlWriter(stream).failed(1, ERROR)
-    with pytest.raises(BrokenPipeError):
-        stream.close()
 
 
 # The output file
-
-
-def put_on_stdout(stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the shell does; whoever asks for the results' file then says None."""
-    monkeypatch.setattr(sys, "stdout", stream)
 
 
 def test_the_file_on_stdout_is_compared_with_those_that_are_read(
@@ -284,7 +276,7 @@ def test_the_file_on_stdout_is_compared_with_those_that_are_read(
     assert status is not None
     for name, is_refused in (("read", True), ("the same", True), ("other", False)):
         with (tmp_path / name).open("a") as stream, monkeypatch.context() as patch:
-            put_on_stdout(stream, patch)
+            patch.setattr(sys, "stdout", stream)
             with pytest.raises(UsageError, match="read and written") if is_refused else nullcontext():
                 refuse_overwriting(None, (status,))
 

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 
 import typer
 from typer.exceptions import TyperException
@@ -12,10 +14,25 @@ from rakvctl.cli.explain import explain
 from rakvctl.cli.generate_command import generate
 from rakvctl.core.errors import RakvError, first_line
 
+
+def _until_the_pipe_closes(command: Callable[..., int]) -> Callable[..., int]:
+    """The command; where nobody reads its output any more, as with `| head -1`, that is a quiet end."""
+
+    @wraps(command)
+    def run(*arguments: object, **options: object) -> int:
+        try:
+            return command(*arguments, **options)
+        except BrokenPipeError:
+            # Python flushes stdout once more at exit: let it flush into nothing.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    return run
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command()(generate)
-app.command()(calibrate)
-app.command()(explain)
+for command in (generate, calibrate, explain):
+    app.command()(_until_the_pipe_closes(command))
 
 
 @app.callback()
@@ -37,11 +54,6 @@ def _run() -> int:
     """The exit code of the command in `sys.argv`, errors shown."""
     try:
         code = app(standalone_mode=False)
-    except BrokenPipeError:
-        # Nobody reads the output any more, as with `| head -1`: a quiet end. Python flushes stdout once more at exit:
-        # let it flush into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except RakvError as error:
         return _fail(error, error.message, error.hint, error.exit_code)
     except TyperException as error:

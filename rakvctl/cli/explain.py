@@ -1,6 +1,7 @@
 """The command `explain`: the table C(k, r) for a request, as `generate` would decide it."""
 
 import gc
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,6 +76,8 @@ def explain(
         raise UsageError("PROMPT and --prompt-tokens are two requests", "give one of them")
     if prompt_tokens is None and cached:
         raise UsageError("--cached belongs to --prompt-tokens", "of a PROMPT the store itself says what is cached")
+    if alpha is not None and math.isnan(alpha):
+        raise UsageError("--alpha is no number", "give a probability from 0 to 1")
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"cannot draw into {plot}", "give a file that ends with .png or .svg")
     if cached > (prompt_tokens or 0):

@@ -68,12 +68,12 @@ def print_note(message: str) -> None:
 
 def print_line(text: str) -> None:
     """One line on stdout."""
-    print(text)  # noqa: T201
+    write_out(sys.stdout, text + "\n")
 
 
 def print_json(content: Mapping[str, Any]) -> None:
     """One JSON object on stdout; what is no number becomes null, as JSON knows no NaN."""
-    print(json.dumps(_without_nan(content), ensure_ascii=False, indent=2))  # noqa: T201
+    write_out(sys.stdout, json.dumps(_without_nan(content), ensure_ascii=False, indent=2) + "\n")
 
 
 def _without_nan(value: Any) -> Any:
@@ -101,7 +101,7 @@ class Writer(Protocol):
     def failed(self, prompt_id: PromptId, error: RakvError) -> None: ...
 
 
-def _write_out(stream: TextIO, text: str) -> None:
+def write_out(stream: TextIO, text: str) -> None:
     """Write and flush. Raises RakvError where that cannot be; a closed pipe stays what it is."""
     try:
         stream.write(text)
@@ -134,7 +134,7 @@ class JsonlWriter:
         self._write(error_record(prompt_id, error))
 
     def _write(self, record: dict[str, Any]) -> None:
-        _write_out(self._stream, json.dumps(record, ensure_ascii=False) + "\n")
+        write_out(self._stream, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 class TextWriter:
@@ -150,14 +150,14 @@ class TextWriter:
         """Write and flush a piece."""
         separator = "\n" if self._last_piece == "" and self._num_written else ""
         self._last_piece = piece
-        _write_out(self._stream, separator + piece)
+        write_out(self._stream, separator + piece)
 
     def done(self, prompt_id: PromptId, completion: Completion) -> None:
         """End the text's last line."""
         if not self._last_piece:
             self.text("\n")
         elif not self._last_piece.endswith("\n"):
-            _write_out(self._stream, "\n")
+            write_out(self._stream, "\n")
         self._last_piece = ""
         self._num_written += 1
 

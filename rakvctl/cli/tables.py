@@ -2,7 +2,9 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rakvctl.cli.render import write_out
 from rakvctl.core.cost import CostModel, alpha_for
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.types import CostBreakdown, Decision, Features
@@ -18,11 +21,11 @@ if TYPE_CHECKING:
     from rakvctl.measure.check import Drift
 
 _MIB = 2**20
+_WIDTH = 80
 
 
 def show_costs(decision: Decision, features: Features, costs: CostModel) -> None:
     """The table C(k, r), the chosen action marked, and why others cannot be taken."""
-    console = _console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in ("", "reuse", "k", "clone", "prefill", "draft\nprefill", "rounds", "draft", "verify", "mem"):
         table.add_column(name, justify="left" if name in ("", "reuse") else "right")
@@ -35,11 +38,12 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
         chosen = row.action == decision.action
         style = "bold green" if chosen else "dim" if row.infeasible else ""
         table.add_row(*_cells(row, features, costs, chosen), style=style, end_section=row.action == last_without_reuse)
-    console.print(_heading(features))
-    console.print(table)
-    for reason, actions in _reasons(decision.table).items():
-        console.print(f"  not possible: {actions}: {reason}", style="dim")
-    console.print(_verdict(decision))
+    with _page() as page:
+        page.print(_heading(features))
+        page.print(table)
+        for reason, actions in _reasons(decision.table).items():
+            page.print(f"  not possible: {actions}: {reason}", style="dim")
+        page.print(_verdict(decision))
 
 
 def _heading(features: Features) -> str:
@@ -96,18 +100,18 @@ def _verdict(decision: Decision) -> Text:
 
 def show_profile(profile: HardwareProfile) -> None:
     """The curves, where drafting breaks even, and whether it can pay."""
-    console = _console()
     mark = profile.fingerprint
     draft = f", draft {mark.draft}" if mark.draft else ", no draft model"
-    console.print(f"{mark.target}{draft}; {mark.processor}, {mark.device}, {mark.threads} threads, {mark.dtype}")
-    console.print(_rounds_table(profile))
-    console.print(_prefill_table(profile))
-    console.print(_limits(profile))
-    console.print(
-        f"Between the measured points the curves are off by {profile.fit.mape_percent:.1f} % "
-        f"(Spearman {profile.fit.spearman:.3f}, {profile.fit.num_probes} held-out probes)."
-    )
-    console.print(Text(speculation_verdict(profile), style="bold"))
+    with _page() as page:
+        page.print(f"{mark.target}{draft}; {mark.processor}, {mark.device}, {mark.threads} threads, {mark.dtype}")
+        page.print(_rounds_table(profile))
+        page.print(_prefill_table(profile))
+        page.print(_limits(profile))
+        page.print(
+            f"Between the measured points the curves are off by {profile.fit.mape_percent:.1f} % "
+            f"(Spearman {profile.fit.spearman:.3f}, {profile.fit.num_probes} held-out probes)."
+        )
+        page.print(Text(speculation_verdict(profile), style="bold"))
 
 
 def _rounds_table(profile: HardwareProfile) -> Table:
@@ -193,9 +197,14 @@ def show_drifts(drifts: Sequence["Drift"]) -> None:
         point = f"{drift.point.curve}, {drift.point.size} tokens after {drift.point.context}"
         style = "bold red" if drift.is_stale else ""
         table.add_row(point, _number(drift.profile_ms), _number(drift.measured_ms), f"{drift.change:+.0%}", style=style)
-    _console().print(table)
+    with _page() as page:
+        page.print(table)
 
 
-def _console() -> Console:
-    """Stdout, 80 columns wide where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+@contextmanager
+def _page() -> Iterator[Console]:
+    """What is printed on it goes to stdout in one piece: in colour on a terminal, else plain and 80 columns wide."""
+    text = StringIO()
+    is_terminal = sys.stdout.isatty()
+    yield Console(file=text, force_terminal=is_terminal, width=None if is_terminal else _WIDTH, highlight=False)
+    write_out(sys.stdout, text.getvalue())

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rakvctl.core.acceptance import expected_tokens
-from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.profile import HardwareProfile, ModelCosts
 from rakvctl.core.types import Action, CostBreakdown, Features
 
 DRAFT_LENS = (0, 1, 2, 4, 6, 8)
@@ -77,7 +77,7 @@ class CostModel:
         """Clone and prefill of the target."""
         cached = features.num_cloned_tokens if action.reuse else 0
         target = self.profile.target
-        return target.clone.at(cached, 0), target.prefill.at(features.num_prompt_tokens - cached, cached)
+        return target.clone.at(cached, 0), self._prefill_ms(target, features.num_prompt_tokens, cached)
 
     def _draft_start_ms(self, action: Action, features: Features) -> float:
         """Clone and prefill of the draft model, which has stored states of its own or none."""
@@ -85,7 +85,13 @@ class CostModel:
             return 0.0
         cached = features.num_draft_cloned_tokens if action.reuse else 0
         draft = self.profile.draft.model
-        return draft.clone.at(cached, 0) + draft.prefill.at(features.num_prompt_tokens - cached, cached)
+        return draft.clone.at(cached, 0) + self._prefill_ms(draft, features.num_prompt_tokens, cached)
+
+    def _prefill_ms(self, model: ModelCosts, num_prompt_tokens: int, cached: int) -> float:
+        """The rest of a prompt. Its length is mostly a new one, unless it is one of those that rounds have."""
+        num_tokens = num_prompt_tokens - cached
+        is_new = num_tokens > self.profile.verify.sizes_tokens[-1]
+        return model.prefill.at(num_tokens, cached) + (model.new_length_ms if is_new else 0.0)
 
     def _round_ms(self, draft_len: int, features: Features) -> tuple[float, float]:
         """Draft and verify of one round, at the middle of the contexts that the request will see."""

@@ -71,10 +71,14 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """One model. Sizes are prompt tokens for `prefill`, positions for `clone` and `insert` (which know no context)."""
+    """One model. Sizes are prompt tokens for `prefill`, positions for `clone` and `insert` (which know no context).
+
+    `new_length_ms`: what the first prefill of a length takes more than the next one, as kernels are made for it.
+    """
 
     weight_bytes: int
     kv_bytes_per_token: int
+    new_length_ms: float
     prefill: Curve
     clone: Curve
     insert: Curve

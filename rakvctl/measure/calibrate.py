@@ -76,6 +76,7 @@ def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Pr
     yield from (bench.round(draft_len, context) for draft_len in grid.draft_lens for context in grid.contexts)
     yield from (bench.emit(), bench.read_memory())
     for role in roles:
+        yield bench.new_length(role)
         for size in grid.prefill_tokens:
             yield from (bench.clone(role, size), bench.insert(role, size))
             yield from (bench.prefill(role, size, context) for context in grid.prefill_contexts)
@@ -108,6 +109,7 @@ def _model_costs(bench: ProbeBench, role: Role, curves: Mapping[str, Curve]) -> 
     return ModelCosts(
         weight_bytes=engine.info.weight_bytes,
         kv_bytes_per_token=engine.num_bytes(1),
+        new_length_ms=curves[f"{role}.new_length"].median_ms[0][0] if f"{role}.new_length" in curves else 0.0,
         prefill=curves[f"{role}.prefill"],
         clone=curves[f"{role}.clone"],
         insert=curves[f"{role}.insert"],

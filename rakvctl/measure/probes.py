@@ -21,6 +21,8 @@ from rakvctl.measure.timing import Clock, Point, Probe
 
 Role = Literal["target", "draft"]
 _ROUNDS = 3
+# Lengths that no other probe has.
+_NEW_LENGTHS = range(17, 64, 3)
 BANDWIDTH_BYTES = 2**28
 _TEXT = "for path in sorted(paths):\n    if path.name != name and not path.is_dir():\n        return path\n" * 2
 
@@ -94,6 +96,25 @@ class ProbeBench:
             return [(self._since(started),)]
 
         return Probe((Point(f"{role}.prefill", size, context),), sample)
+
+    def new_length(self, role: Role) -> Probe:
+        """How much longer a prefill takes the first time that its length is seen: each run takes a new one."""
+        engine, lengths = self._engines[role], iter(_NEW_LENGTHS)
+
+        def prefill_ms(size: int) -> float:
+            engine.rollback(0)
+            started = self._clock()
+            GreedyVerifier().choose(engine.prefill(self._ids[:size]))
+            return self._since(started)
+
+        def sample() -> list[tuple[float, ...]]:
+            size = next(lengths, None)
+            if size is None or size > len(self._ids):
+                return []
+            first_ms, second_ms = prefill_ms(size), prefill_ms(size)
+            return [(max(0.0, first_ms - second_ms),)]
+
+        return Probe((Point(f"{role}.new_length", 1, 0),), sample)
 
     def clone(self, role: Role, size: int) -> Probe:
         """The states of `size` positions, copied out of the store."""

@@ -30,7 +30,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Something to time: `sample` runs it once or a few times; each run gives the milliseconds at each of `points`."""
+    """Something to time: `sample` runs it once or a few times; each run gives the milliseconds at each of `points`.
+
+    No runs: there is nothing more to time.
+    """
 
     points: tuple[Point, ...]
     sample: Callable[[], list[tuple[float, ...]]]
@@ -84,24 +87,30 @@ def time_probes(
     shuffle = random.Random(0).shuffle  # noqa: S311 - not for secrets
     samples: dict[Point, list[float]] = {point: [] for probe in probes for point in probe.points}
     started, num_passes = clock(), 0
-    unsettled = list(probes)
+    unsettled, exhausted = list(probes), set[tuple[Point, ...]]()
     while unsettled and num_passes != effort.repeats:
         shuffle(unsettled)
         for index, probe in enumerate(unsettled):
             if num_passes and effort.repeats is None and clock() - started >= effort.budget_s:
                 return _spreads(samples)
-            for run in probe.sample():
+            runs = probe.sample()
+            for run in runs:
                 for point, ms in zip(probe.points, run, strict=True):
                     samples[point].append(ms)
+            if not runs:
+                exhausted.add(probe.points)
             passes = num_passes + (index + 1) / len(unsettled)
             on_progress(passes / effort.repeats if effort.repeats else (clock() - started) / effort.budget_s)
         num_passes += 1
+        unsettled = [probe for probe in unsettled if probe.points not in exhausted]
         if effort.repeats is None:
-            unsettled = [
-                probe for probe in unsettled if not all(Spread.of(samples[point]).is_steady for point in probe.points)
-            ]
+            unsettled = [probe for probe in unsettled if not _is_steady(probe, samples)]
     return _spreads(samples)
 
 
+def _is_steady(probe: Probe, samples: dict[Point, list[float]]) -> bool:
+    return all(Spread.of(samples[point]).is_steady for point in probe.points)
+
+
 def _spreads(samples: dict[Point, list[float]]) -> dict[Point, Spread]:
-    return {point: Spread.of(values) for point, values in samples.items()}
+    return {point: Spread.of(values) for point, values in samples.items() if values}

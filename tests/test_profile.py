@@ -1,0 +1,601 @@
+"""The profile's file: what is written is read again, all or nothing; nonsense, and what is of elsewhere, is refused."""
+
+import copy
+import dataclasses
+import errno
+import os
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rakvctl.core.errors import ProfileError
+from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
+from rakvctl.core.profile_file import (
+    default_path,
+    find_profile,
+    foreign_fields,
+    profile_directory,
+    read_profile,
+    refuse_foreign,
+    write_profile,
+)
+from tests.profiles import toy_profile
+
+FINGERPRINT_FIELDS = [field.name for field in dataclasses.fields(Fingerprint)]
+
+
+@pytest.fixture(autouse=True)
+def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No profiles of the user's."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the toy pair's profile lies."""
+    path = tmp_path / "profile.yaml"
+    write_profile(toy_profile(), path)
+    return path
+
+
+def refused(path: Path) -> str:
+    """The message with which a file is refused."""
+    with pytest.raises(ProfileError) as caught:
+        read_profile(path)
+    assert caught.value.exit_code == 3
+    assert "rakvctl calibrate" in caught.value.hint
+    return caught.value.message
+
+
+def six_digits(value: Any) -> Any:
+    """A profile whose floats are rounded as the file rounds them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return replace(value, **{name: six_digits(getattr(value, name)) for name in fields})
+    if isinstance(value, tuple):
+        return tuple(six_digits(item) for item in value)
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# --- written and read again
+
+_floats = st.floats(1e-9, 1e12)
+_texts = st.text(max_size=20)
+_shares = {"alpha": st.floats(0.0, 1.0), "spearman": st.floats(-1.0, 1.0), "schema_version": st.just(SCHEMA_VERSION)}
+
+
+@st.composite
+def _curves(draw: st.DrawFn) -> Curve:
+    sizes, contexts = (
+        tuple(sorted(draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=3, unique=True)))) for _ in range(2)
+    )
+
+    def table(values: st.SearchStrategy[Any]) -> Any:
+        return tuple(tuple(draw(values) for _ in contexts) for _ in sizes)
+
+    return Curve(sizes, contexts, table(_floats), table(st.floats(0.0, 1e6)), table(st.integers(1, 10**6)))
+
+
+def _any(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
+    """Values of one of the profile's types, whatever its fields."""
+    if name in _shares:
+        return _shares[name]
+    if isinstance(kind, types.UnionType):
+        return st.none() | _any(typing.get_args(kind)[0])
+    if kind is Curve:
+        return _curves()
+    if dataclasses.is_dataclass(kind):
+        return st.builds(kind, **{name: _any(hint, name) for name, hint in typing.get_type_hints(kind).items()})
+    return {str: _texts, int: st.integers(1, 2**62), float: _floats}[kind]
+
+
+@settings(max_examples=30, deadline=None)
+@given(profile=_any(HardwareProfile))
+def test_a_profile_is_read_as_it_was_written(
+    profile: HardwareProfile, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To six digits; and written once more it is the same file."""
+    first, second = (tmp_path_factory.getbasetemp() / name for name in ("first.yaml", "second.yaml"))
+    write_profile(profile, first)
+    read = read_profile(first)
+    assert read == six_digits(profile)
+    write_profile(read, second)
+    assert second.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "null", "yes", "1", "1.5", "2026-01-01", "~", "a: b", "- a", "#", "'", '"', "\\", "&a *a", "%", "@", "`"]
+    + [
+        "\n",
+        "a\nb",
+        "\r\n",
+        "\t",
+        "\0",
+        "\x85",
+        "\u2028",
+        "\ufeff",
+        "é",
+        "模型",
+        "🦙",
+        "\udce9",
+        "!!int 3",
+        "---",
+        "{}",
+    ],
+)
+def test_any_text_survives(path: Path, text: str) -> None:
+    profile = toy_profile()
+    profile = replace(profile, created=text, fingerprint=replace(profile.fingerprint, target=text, versions=text))
+    write_profile(profile, path)
+    assert read_profile(path) == six_digits(profile)
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e-7, 0.1, 1 / 3, 1e6, 123456789.0, 1e22, 1e300])
+def test_any_positive_time_survives_to_six_digits(path: Path, value: float) -> None:
+    write_profile(replace(toy_profile(), emit_ms=value, memory_bytes_per_ms=value), path)
+    assert read_profile(path).emit_ms == pytest.approx(value, rel=5e-6)
+
+
+def test_a_profile_without_draft_survives(path: Path) -> None:
+    profile = toy_profile(with_draft=False)
+    assert profile.draft is None
+    write_profile(profile, path)
+    assert read_profile(path) == six_digits(profile)
+
+
+def test_the_entries_stand_in_the_order_of_the_fields(path: Path) -> None:
+    def check(content: Any, kind: Any) -> None:
+        if isinstance(kind, types.UnionType):
+            kind = typing.get_args(kind)[0]
+        if dataclasses.is_dataclass(kind):
+            assert list(content) == [field.name for field in dataclasses.fields(kind)]
+            for name, hint in typing.get_type_hints(kind).items():
+                check(content[name], hint)
+
+    check(yaml.safe_load(path.read_text(encoding="utf-8")), HardwareProfile)
+
+
+def test_the_file_is_for_people(path: Path) -> None:
+    """Rows of numbers on one line, nothing wider than a screen, no tags of Python's."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert "schema_version: 1" in lines
+    assert max(map(len, lines)) <= 120
+    assert not any("!!" in line for line in lines)
+    assert any(re.fullmatch(r" +- \[[\d., e+-]+\]", line) for line in lines)
+
+
+# --- all or nothing
+
+
+def test_missing_directories_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "and newer" / "profile.yaml"
+    write_profile(toy_profile(), path)
+    assert read_profile(path) == six_digits(toy_profile())
+
+
+def test_a_profile_replaces_the_one_before_it_and_leaves_nothing_beside_it(path: Path) -> None:
+    write_profile(replace(toy_profile(), created="later"), path)
+    assert read_profile(path).created == "later"
+    assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
+
+
+def _full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["fsync", "chmod", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+    monkeypatch.setattr(os, call, _full_disk)
+    with pytest.raises(ProfileError, match="No space left"):
+        write_profile(replace(toy_profile(), created="later"), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_profile(replace(toy_profile(), created="later"), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
+
+
+def test_a_directory_in_the_files_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").mkdir()
+    with pytest.raises(ProfileError, match="cannot write"):
+        write_profile(toy_profile(), tmp_path / "profile.yaml")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.yaml"]
+
+
+def test_a_file_in_the_directorys_place_is_an_error(path: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot write"):
+        write_profile(toy_profile(), path / "profile.yaml")
+
+
+# --- hand-edited nonsense
+
+
+def edited(path: Path, place: str, change: Callable[[Any], Any]) -> Path:
+    """Change the value at a place such as `target.prefill.median_ms.0`, and write the file anew."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    *outer, last = place.split(".")
+    holder = content
+    for key in outer:
+        holder = holder[int(key) if isinstance(holder, list) else key]
+    key = int(last) if isinstance(holder, list) else last
+    holder[key] = change(copy.deepcopy(holder[key]))
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+NUMBERS = [
+    "schema_version",
+    "fingerprint.threads",
+    "target.weight_bytes",
+    "target.kv_bytes_per_token",
+    "target.prefill.sizes_tokens.1",
+    "target.prefill.contexts_tokens.0",
+    "target.prefill.median_ms.1.0",
+    "target.clone.mad_ms.0.0",
+    "draft.model.insert.runs.0.0",
+    "draft.propose.median_ms.0.0",
+    "verify.median_ms.2.1",
+    "emit_ms",
+    "memory_bytes_per_ms",
+    "acceptance.alpha",
+    "acceptance.num_trials",
+    "fit.mape_percent",
+    "fit.spearman",
+]
+
+
+def named(place: str) -> str:
+    """How a message names a place: the last name that is not a number, and what leads to it."""
+    return re.sub(r"\.\d+.*", "", place)
+
+
+@pytest.mark.parametrize("place", NUMBERS)
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -float("inf"), "fast", "1e-3 ms", None, True, [], [1], {}, {"a": 1}, -1, -0.5],
+    ids=repr,
+)
+def test_no_number_is_anything_but_a_number_that_can_be(path: Path, place: str, value: Any) -> None:
+    if place == "fit.spearman" and value in (-1, -0.5):
+        pytest.skip("ranks may be reversed")
+    message = refused(edited(path, place, lambda _: value))
+    assert named(place).replace("schema_version", "schema version") in message
+    assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("acceptance.alpha", 1.5),
+        ("fingerprint.threads", 1.5),
+        ("target.weight_bytes", 0.5),
+        ("fit.spearman", 2.0),
+        ("fit.spearman", -1.5),
+        ("verify.median_ms.0.0", 0),
+        ("verify.median_ms.0.0", 0.0),
+        ("draft.model.prefill.median_ms.3.0", 0),
+        ("memory_bytes_per_ms", 0),
+        ("fingerprint.processor", 3),
+        ("fingerprint.target_digest", None),
+        ("created", 2026),
+        ("verify.sizes_tokens", []),
+        ("verify.sizes_tokens", 3),
+        ("verify.median_ms", []),
+        ("verify.median_ms.0", []),
+        ("verify.median_ms.0", 3.0),
+        ("verify", []),
+        ("draft", []),
+        ("draft", "none"),
+        ("fit", None),
+        ("target", None),
+    ],
+    ids=repr,
+)
+def test_a_value_that_cannot_be_is_named(path: Path, place: str, value: Any) -> None:
+    assert named(place) in refused(edited(path, place, lambda _: value))
+
+
+@pytest.mark.parametrize("place", [*NUMBERS, "fingerprint", "fingerprint.driver", "verify", "draft", "draft.propose"])
+def test_a_missing_entry_is_named(path: Path, place: str) -> None:
+    outer, _, last = place.rpartition(".")
+    if last.isdigit():
+        pytest.skip("a missing value makes a table ragged")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    holder = content
+    for key in filter(None, outer.split(".")):
+        holder = holder[key]
+    del holder[last]
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    message = refused(path)
+    assert last.replace("schema_version", "schema version") in message
+    assert outer in message
+
+
+@pytest.mark.parametrize("outer", ["", "fingerprint", "target", "target.prefill", "draft", "draft.model", "fit"])
+@pytest.mark.parametrize("unknown", ["medain_ms", 3, None])
+def test_an_unknown_entry_is_named(path: Path, outer: str, unknown: Any) -> None:
+    """Most often it is a misspelt one."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    holder = content
+    for key in filter(None, outer.split(".")):
+        holder = holder[key]
+    holder[unknown] = 1
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    message = refused(path)
+    assert str(unknown) in message
+    assert outer in message
+
+
+@pytest.mark.parametrize("curve", ["verify", "target.prefill", "draft.propose", "draft.model.clone"])
+@pytest.mark.parametrize("table", ["median_ms", "mad_ms", "runs"])
+@pytest.mark.parametrize(
+    "ragged",
+    [
+        lambda rows: rows[:-1],
+        lambda rows: [*rows, rows[0]],
+        lambda rows: [*rows[:-1], rows[-1][:-1] or [1.0, 1.0]],
+        lambda rows: [*rows[:-1], [*rows[-1], 1]],
+    ],
+    ids=["row missing", "row too many", "value missing", "value too many"],
+)
+def test_a_ragged_table_is_named(path: Path, curve: str, table: str, ragged: Callable[[Any], Any]) -> None:
+    assert f"{curve}.{table}" in refused(edited(path, f"{curve}.{table}", ragged))
+
+
+@pytest.mark.parametrize("axis", ["sizes_tokens", "contexts_tokens"])
+@pytest.mark.parametrize("change", [lambda points: points[::-1], lambda points: [points[0], *points[:-1]]])
+def test_points_that_do_not_rise_are_named(path: Path, axis: str, change: Callable[[Any], Any]) -> None:
+    assert f"verify.{axis}" in refused(edited(path, f"verify.{axis}", change))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"   \n\n",
+        b"# only a comment\n",
+        b"{}",
+        b"[]",
+        b"- schema_version: 1\n",
+        b"null",
+        b"42",
+        b"just words",
+        b"schema_version 1",
+        b"schema_version: 1",
+        b"schema_version: 1\n\tverify: 2\n",
+        b"{schema_version: 1",
+        b"schema_version: 1\n---\nschema_version: 1\n",
+        b"? [a]\n: b\n",
+        b"a: *b\n",
+        b"!!python/object/apply:os.getcwd []\n",
+        b"!!python/name:os.system\n",
+        b"\xff\xfe\x00",
+        b"schema_version: 1\ncreated: \xe9t\xe9\n",
+        b"schema_version: \x00",
+        b"\x80\x04\x95",
+        b"%PDF-1.7",
+        b"PK\x03\x04",
+    ],
+    ids=repr,
+)
+def test_a_file_that_is_no_profile_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert str(path) in refused(path)
+
+
+@pytest.mark.parametrize(
+    "version", ["0", "2", "99", "'1'", "one", "null", "[1]", "{a: 1}", "1.5", "-1", "true", ".nan"]
+)
+def test_another_schema_version_is_named_with_the_one_that_is_read(path: Path, version: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("schema_version: 1", f"schema_version: {version}", 1), encoding="utf-8")
+    message = refused(path)
+    assert "schema" in message
+    if version != "true":
+        assert f"reads {SCHEMA_VERSION}" in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("created", "2024-13-45"),
+        ("created", "2024-10-10"),
+        ("created", "!!timestamp yesterday"),
+        ("emit_ms", "!!int five"),
+        ("emit_ms", "!!float five"),
+        ("emit_ms", "!!bool maybe"),
+        ("emit_ms", "!!binary ?"),
+        ("emit_ms", "9" * 400),
+        ("emit_ms", "9" * 5000),
+        ("emit_ms", "1e400"),
+        ("emit_ms", "0.5ms"),
+        ("memory_bytes_per_ms", "9" * 400),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_values_that_yaml_itself_stumbles_over_are_refused(path: Path, entry: str, value: str) -> None:
+    text = re.sub(rf"^{entry}: .*$", f"{entry}: {value}", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    path.write_text(text, encoding="utf-8")
+    assert str(path) in refused(path)
+
+
+def test_endless_nesting_is_refused(path: Path) -> None:
+    path.write_text("schema_version: 1\nverify: " + "[" * 2000 + "]" * 2000, encoding="utf-8")
+    assert str(path) in refused(path)
+
+
+def test_aliases_that_stand_for_millions_of_values_do_not_fill_the_memory(path: Path) -> None:
+    """Seven aliases within one another, nine times each: the text that names the value would have five million items."""
+    bomb = "&a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"
+    for level in range(1, 7):
+        bomb = f"&a{level} [{bomb}, {', '.join([f'*a{level - 1}'] * 8)}]"
+    text = re.sub(r"^emit_ms: .*$", f"emit_ms: {bomb}", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    path.write_text(text, encoding="utf-8")
+    message = refused(path)
+    assert "emit_ms" in message
+    assert len(message) < 1000
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "absent.yaml" in refused(tmp_path / "absent.yaml")
+
+
+def test_a_directory_is_no_profile(tmp_path: Path) -> None:
+    assert str(tmp_path) in refused(tmp_path)
+
+
+# --- of elsewhere
+
+
+def _other(fingerprint: Fingerprint, name: str) -> Fingerprint:
+    value = getattr(fingerprint, name)
+    return replace(fingerprint, **{name: value + 1 if isinstance(value, int) else f"another {value}"})
+
+
+@pytest.mark.parametrize("name", FINGERPRINT_FIELDS)
+def test_a_profile_of_elsewhere_is_refused_with_what_differs(name: str) -> None:
+    profile = toy_profile()
+    here = _other(profile.fingerprint, name)
+    assert foreign_fields(profile.fingerprint, here) == [name]
+    with pytest.raises(ProfileError) as caught:
+        refuse_foreign(profile, here, "some.yaml")
+    assert caught.value.exit_code == 3
+    for part in (
+        "some.yaml",
+        name.replace("_", " "),
+        str(getattr(profile.fingerprint, name)),
+        str(getattr(here, name)),
+    ):
+        assert part in caught.value.message
+    assert "rakvctl calibrate" in caught.value.hint
+
+
+def test_two_threads_are_not_one() -> None:
+    profile = toy_profile()
+    profile = replace(profile, fingerprint=replace(profile.fingerprint, threads=2))
+    with pytest.raises(ProfileError, match=r"threads.*\b2\b.*\b1\b"):
+        refuse_foreign(profile, replace(profile.fingerprint, threads=1), "some.yaml")
+
+
+def test_a_profile_of_here_is_taken() -> None:
+    refuse_foreign(toy_profile(), toy_profile().fingerprint, "some.yaml")
+
+
+def test_no_draft_at_all_is_said_in_words() -> None:
+    profile = toy_profile()
+    with pytest.raises(ProfileError, match="none"):
+        refuse_foreign(profile, replace(profile.fingerprint, draft=""), "some.yaml")
+
+
+# --- where profiles lie
+
+_names = st.text(max_size=300) | st.sampled_from(["..", ".", "/", "../../etc/passwd", "CON", "-rf", "~", "a\0b", "\n"])
+
+
+@settings(max_examples=200)
+@given(target=_names, draft=_names, device=_names, processor=_names, threads=st.integers(1, 512))
+def test_the_default_path_is_a_file_in_the_profiles_directory(
+    target: str, draft: str, device: str, processor: str, threads: int
+) -> None:
+    """Room is left for what a name gets while the file is being written; most file systems take 255 bytes."""
+    fingerprint = replace(
+        toy_profile().fingerprint, target=target, draft=draft, device=device, processor=processor, threads=threads
+    )
+    path = default_path(fingerprint)
+    assert path.parent == profile_directory()
+    assert re.fullmatch(r"[a-z0-9_][a-z0-9._-]*\.yaml", path.name)
+    assert len(path.name) <= 240
+    assert default_path(fingerprint) == path
+
+
+@pytest.mark.parametrize("target", ["org/model", "../../x", "./my model", "模型", "m" * 500, "/", "a\nb"])
+def test_a_profile_can_be_kept_for_any_name(target: str) -> None:
+    profile = toy_profile()
+    fingerprint = replace(
+        profile.fingerprint, target=target, draft=target, device="NVIDIA " * 20, processor="processor " * 20
+    )
+    profile = replace(profile, fingerprint=fingerprint)
+    write_profile(profile, default_path(fingerprint))
+    assert read_profile(default_path(fingerprint)).fingerprint == fingerprint
+    assert find_profile(target, target, fingerprint.processor) == default_path(fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"target": "a"}, {"target": "b"}),
+        ({"draft": "a"}, {"draft": "b"}),
+        ({"draft": ""}, {"draft": "b"}),
+        ({"target": "a", "draft": "b"}, {"target": "b", "draft": "a"}),
+        ({"target": "a_b", "draft": ""}, {"target": "a", "draft": "b"}),
+        ({"target": "a", "draft": "b-c"}, {"target": "a-b", "draft": "c"}),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"threads": 1}, {"threads": 2}),
+        ({"threads": 1}, {"threads": 11}),
+        ({"device": "cpu"}, {"device": "NVIDIA H200"}),
+        ({"backend": "torch"}, {"backend": "gguf"}),
+        ({"processor": "x, 2 cores"}, {"processor": "x, 4 cores"}),
+        ({"target": "org/model"}, {"target": "org-model"}),
+        ({"target": "./model"}, {"target": "model"}),
+        ({"target": "Model"}, {"target": "model"}),
+        ({"target": "模型"}, {"target": "модель"}),
+        ({"target": "/home/one/" + "m" * 60}, {"target": "/home/other/" + "m" * 60}),
+    ],
+    ids=repr,
+)
+def test_what_is_measured_apart_is_kept_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
+    here = toy_profile().fingerprint
+    assert default_path(replace(here, **one)) != default_path(replace(here, **other))
+
+
+def _keep(name: str, seconds: float, **changes: Any) -> Path:
+    """Write a profile into the user's directory, last changed at the given time."""
+    profile = toy_profile()
+    path = profile_directory() / f"{name}.yaml"
+    write_profile(replace(profile, fingerprint=replace(profile.fingerprint, **changes)), path)
+    os.utime(path, (seconds, seconds))
+    return path
+
+
+def test_the_newest_profile_of_a_pair_is_found() -> None:
+    here = toy_profile().fingerprint
+    assert find_profile(here.target, here.draft, here.processor) is None
+    _keep("old", 100, threads=1)
+    newest = _keep("new", 200, threads=2)
+    _keep("another target", 300, target="another")
+    _keep("without draft", 400, draft="")
+    _keep("another machine", 500, processor="another")
+    assert find_profile(here.target, here.draft, here.processor) == newest
+    assert find_profile("unknown", "", here.processor) is None
+
+
+@pytest.mark.parametrize("damaged", [b"", b"schema_version: 99\n", b"\xff", b"[", None])
+def test_a_damaged_profile_of_another_pair_is_not_in_the_way(damaged: bytes | None) -> None:
+    here = toy_profile().fingerprint
+    good = _keep("good", 100)
+    bad = profile_directory() / "newer.yaml"
+    bad.mkdir() if damaged is None else bad.write_bytes(damaged)
+    assert find_profile(here.target, here.draft, here.processor) == good
