@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from rakvctl.core.backends.torch_hf import load_backend
+from rakvctl.core.backends.torch_load import load_backend
 from rakvctl.core.engine import Engine
 from rakvctl.core.loading import load_codec
 from rakvctl.core.models import find_model

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
 from rakvctl.core.backends import packed
-from rakvctl.core.backends.torch_hf import TorchBackend, load_backend
+from rakvctl.core.backends.torch_hf import TorchBackend
+from rakvctl.core.backends.torch_load import load_backend
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError
 from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime

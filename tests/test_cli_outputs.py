@@ -486,8 +486,8 @@ def test_totals_add_tokens_and_take_medians_of_times() -> None:
     undrafted = replace(COMPLETION, decision=plain, num_reused_tokens=0, events=UNDRAFTED)
     totals = Totals()
     totals.add(replace(COMPLETION, ttft_ms=10.0, total_ms=30.0))
-    totals.add(replace(undrafted, ttft_ms=20.0, total_ms=60.0, num_rounds=4))
-    totals.add(replace(undrafted, ttft_ms=60.0, total_ms=60.0, num_rounds=0, token_ids=(5,)))
+    totals.add(replace(undrafted, ttft_ms=20.0, total_ms=60.0))
+    totals.add(replace(undrafted, ttft_ms=60.0, total_ms=60.0, token_ids=(5,), events=FIRST_TOKEN))
     totals.num_failed = 1
     assert (totals.num_done, totals.num_tokens) == (3, 11)
     assert totals.tokens_per_s == pytest.approx(11 / 0.15)

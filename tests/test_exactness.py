@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rakvctl.core.backends.torch_hf import load_backend
+from rakvctl.core.backends.torch_load import load_backend
 from rakvctl.core.loading import load_codec
 from rakvctl.core.models import ModelFiles, find_model
 from rakvctl.core.types import Request, SamplingParams

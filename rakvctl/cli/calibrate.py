@@ -102,7 +102,7 @@ def _measure(
     out: Path | None,
     as_json: bool,
 ) -> int:
-    from rakvctl.cli import tables
+    from rakvctl.cli import profile_tables
     from rakvctl.core.profile_file import default_path, write_profile
     from rakvctl.measure.calibrate import calibrate as measure
     from rakvctl.measure.timing import Effort
@@ -114,7 +114,7 @@ def _measure(
     if as_json:
         render.print_json({"path": str(path), "profile": asdict(calibration.profile)})
     else:
-        tables.show_profile(calibration.profile)
+        profile_tables.show_profile(calibration.profile)
         render.print_line(f"\nWritten to {path}")
     if calibration.noisy:
         point = calibration.noisy[0]
@@ -126,7 +126,7 @@ def _measure(
 
 
 def _check(pair: "ModelPair", name: str, budget: float | None, as_json: bool) -> int:
-    from rakvctl.cli import tables
+    from rakvctl.cli import profile_tables
     from rakvctl.core.profile_file import default_path, read_profile, refuse_foreign
     from rakvctl.measure.check import check
     from rakvctl.measure.timing import Effort
@@ -146,7 +146,7 @@ def _check(pair: "ModelPair", name: str, budget: float | None, as_json: bool) ->
             }
         )
     else:
-        tables.show_drifts(drifts)
+        profile_tables.show_drifts(drifts)
     if stale:
         worst = max(stale, key=lambda drift: abs(drift.change))
         render.print_error(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rakvctl.cli import inputs, progress, render, tables
+from rakvctl.cli import cost_table, inputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
 from rakvctl.core.acceptance import initial_acceptance
 from rakvctl.core.cost import CostModel
@@ -164,7 +164,7 @@ def _show(costs: CostModel, features: Features, plot: Path | None, as_json: bool
     if as_json:
         render.print_json(_record(costs, features, decision))
     else:
-        tables.show_costs(decision, features, costs)
+        cost_table.show_costs(decision, features, costs)
 
 
 def _record(costs: CostModel, features: Features, decision: Decision) -> dict[str, Any]:

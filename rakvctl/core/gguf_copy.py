@@ -32,7 +32,7 @@ def convert(path: Path, destination: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from rakvctl.core.backends.torch_hf import quiet_transformers, refuse_incomplete
+    from rakvctl.core.backends.torch_load import quiet_transformers, refuse_incomplete
 
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)

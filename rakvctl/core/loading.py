@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer
 
 from rakvctl.core.acceptance import initial_acceptance
-from rakvctl.core.backends import torch_hf
+from rakvctl.core.backends import torch_load
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, UsageError
 from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
@@ -42,7 +42,7 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     """
     draft_name = _draft_name(options)
     if options.num_threads is not None:
-        torch_hf.set_num_threads(options.num_threads)
+        torch_load.set_num_threads(options.num_threads)
     target_files = find_model(options.target, "target", notify)
     draft_files = find_model(draft_name, "draft", notify) if draft_name else None
     codec = load_codec(target_files)
@@ -51,7 +51,7 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
             f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
             "take a draft with the target's tokenizer, or --draft none",
         )
-    target = Engine(torch_hf.load_backend(target_files, options.device, options.dtype, codec.vocab_size))
+    target = Engine(torch_load.load_backend(target_files, options.device, options.dtype, codec.vocab_size))
     if not target.can_rollback:
         notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
     draft = None
@@ -75,7 +75,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
 def load_codec(files: ModelFiles) -> TextCodec:
     """Load a checkpoint's tokenizer and the tokens that end its sequences. Raises ModelError where it has none."""
     try:
-        with torch_hf.quiet_transformers():
+        with torch_load.quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(files.location, local_files_only=True, trust_remote_code=False)
         # Without any file some classes of transformers make up a tokenizer that knows next to nothing.
         if not any((files.location / name).is_file() for name in tokenizer.vocab_files_names.values()):
@@ -98,7 +98,7 @@ def _draft_name(options: RuntimeOptions) -> str | None:
 
 
 def _load_draft(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Engine | None:
-    engine = Engine(torch_hf.load_backend(files, options.device, options.dtype, vocab_size))
+    engine = Engine(torch_load.load_backend(files, options.device, options.dtype, vocab_size))
     if not engine.can_rollback:
         notify(f"draft {files.name} keeps recurrent states that cannot be rolled back: no speculation")
         return None

@@ -60,9 +60,9 @@ class Runtime:
 
         Raises RequestError where the model has no position left for a new token.
         """
-        features = self._features(request)
-        decision = self._policy.decide(features[0])
-        return Plan(features[1] if decision.action.reuse else None, features[0], decision)
+        features, match = self._features(request)
+        decision = self._policy.decide(features)
+        return Plan(match if decision.action.reuse else None, features, decision)
 
     def _features(self, request: Request) -> tuple[Features, PrefixMatch | None]:
         """What is known of a request, and the match behind it."""

@@ -1,0 +1,112 @@
+"""A profile as people read it, and what became of it when it was measured again."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from rakvctl.cli.page import make_table, number, open_page
+from rakvctl.core.cost import alpha_for
+from rakvctl.core.profile import HardwareProfile
+
+if TYPE_CHECKING:
+    from rakvctl.measure.check import Drift
+
+_MIB = 2**20
+
+
+def show_profile(profile: HardwareProfile) -> None:
+    """The curves, where drafting breaks even, and whether it can pay."""
+    mark = profile.fingerprint
+    draft = f", draft {mark.draft}" if mark.draft else ", no draft model"
+    with open_page() as page:
+        page.print(f"{mark.target}{draft}; {mark.processor}, {mark.device}, {mark.threads} threads, {mark.dtype}")
+        page.print(_rounds_table(profile))
+        page.print(_prefill_table(profile))
+        page.print(_limits(profile))
+        page.print(
+            f"Between the measured points the curves are off by {profile.fit.mape_percent:.1f} % "
+            f"(Spearman {profile.fit.spearman:.3f}, {profile.fit.num_probes} held-out probes)."
+        )
+        page.print(Text(speculation_verdict(profile), style="bold"))
+
+
+def _rounds_table(profile: HardwareProfile) -> Table:
+    """One row for each number of drafted tokens, one column for each context."""
+    contexts = profile.verify.contexts_tokens
+    table = make_table("Rounds, ms: drafting + the target's pass", ["k", *(f"after {context}" for context in contexts)])
+    table.add_column("pays from\nalpha", justify="right")
+    for row, width in enumerate(profile.verify.sizes_tokens):
+        draft = profile.draft.propose if profile.draft and width > 1 else None
+        cells = [
+            _round(draft.at(width - 1, context) if draft else None, profile.verify.median_ms[row][column])
+            for column, context in enumerate(contexts)
+        ]
+        crossover = _break_even(profile, width - 1)
+        table.add_row(
+            str(width - 1), *cells, "" if width == 1 else "never" if crossover is None else f"{crossover:.2f}"
+        )
+    return table
+
+
+def _round(draft_ms: float | None, verify_ms: float) -> str:
+    return number(verify_ms) if draft_ms is None else f"{number(draft_ms)} + {number(verify_ms)}"
+
+
+def _prefill_table(profile: HardwareProfile) -> Table:
+    curve = profile.target.prefill
+    table = make_table("Prefill, ms", ["tokens", *(f"after {context}" for context in curve.contexts_tokens)])
+    if profile.draft is not None:
+        table.add_column("draft,\nafter 0", justify="right")
+    table.add_column("copy from\nstore", justify="right")
+    for row, size in enumerate(curve.sizes_tokens):
+        draft = [number(profile.draft.model.prefill.at(size, 0))] if profile.draft else []
+        table.add_row(str(size), *map(number, curve.median_ms[row]), *draft, number(profile.target.clone.at(size, 0)))
+    return table
+
+
+def _limits(profile: HardwareProfile) -> str:
+    """How close a step is to reading all weights once."""
+    weights, step_ms = profile.target.weight_bytes, profile.verify.median_ms[0][0]
+    least_ms = weights / profile.memory_bytes_per_ms
+    rate = profile.memory_bytes_per_ms / 1e6
+    return (
+        f"A step takes {number(step_ms)} ms and reads {weights / _MIB:.0f} MiB of weights, "
+        f"which memory at {rate:.1f} GB/s gives in {number(least_ms)} ms."
+    )
+
+
+def speculation_verdict(profile: HardwareProfile) -> str:
+    """One sentence: whether speculation can pay on this machine, and from which acceptance."""
+    widths = [width - 1 for width in profile.verify.sizes_tokens if width > 1]
+    crossovers = {k: alpha for k in widths if (alpha := _break_even(profile, k)) is not None}
+    if not crossovers:
+        return "Speculation cannot pay here: even if every drafted token were accepted, plain decoding would be faster."
+    least = min(crossovers, key=lambda k: crossovers[k])
+    if profile.draft is None:
+        return f"No draft model; guesses that cost nothing would pay from alpha {crossovers[least]:.2f} (k = {least})."
+    alpha = profile.acceptance.alpha
+    pays = "so it pays" if alpha >= crossovers[least] else "so it does not pay"
+    return (
+        f"Speculation pays here from alpha {crossovers[least]:.2f} (k = {least}); measured alpha: {alpha:.2f}, {pays}."
+    )
+
+
+def _break_even(profile: HardwareProfile, draft_len: int) -> float | None:
+    """The alpha at which a round of `draft_len` is as fast a token as plain steps, prompt costs apart."""
+    context = profile.verify.contexts_tokens[len(profile.verify.contexts_tokens) // 2]
+    draft_ms = profile.draft.propose.at(draft_len, context) if profile.draft else 0.0
+    tokens = (draft_ms + profile.verify.at(draft_len + 1, context)) / profile.verify.at(1, context)
+    return alpha_for(tokens, draft_len) if draft_len and tokens <= draft_len + 1 else None
+
+
+def show_drifts(drifts: Sequence["Drift"]) -> None:
+    """The points that were timed again."""
+    table = make_table("Timed again, ms", ["point", "profile", "now", "change"])
+    for drift in drifts:
+        point = f"{drift.point.curve}, {drift.point.size} tokens after {drift.point.context}"
+        style = "bold red" if drift.is_stale else ""
+        table.add_row(point, number(drift.profile_ms), number(drift.measured_ms), f"{drift.change:+.0%}", style=style)
+    with open_page() as page:
+        page.print(table)
