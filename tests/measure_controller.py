@@ -18,15 +18,16 @@ from rakvctl.core.loading import RuntimeOptions, load_pair
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile_file import read_profile, refuse_foreign
 from rakvctl.core.text import TextCodec
+from rakvctl.measure.arms import Task
 from rakvctl.measure.calibrate import calibrate
-from rakvctl.measure.controller import Case, ControllerStudy, summarize
+from rakvctl.measure.controller import ControllerStudy, summarize
 from rakvctl.measure.timing import Effort
 from tests.workloads import real_prompts
 
 HITS = ("none", "partial", "exact")
 
 
-def cases(codec: TextCodec, num_cases: int, seed: int) -> Iterator[Case]:
+def cases(codec: TextCodec, num_cases: int, seed: int) -> Iterator[Task]:
     """Prompts cut from real texts one after another, so that most lengths mix several of them."""
     rng = random.Random(seed)
     prompts = list(real_prompts())
@@ -39,7 +40,7 @@ def cases(codec: TextCodec, num_cases: int, seed: int) -> Iterator[Case]:
         hit = HITS[number % len(HITS)]
         shared = rng.randint(17, length)
         stored = {"none": None, "partial": prompt[:shared], "exact": prompt}[hit]
-        yield Case(prompt, rng.randint(16, 96), stored)
+        yield Task(prompt, rng.randint(16, 96), stored)
 
 
 def endless(pair: ModelPair) -> ModelPair:

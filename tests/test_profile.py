@@ -58,6 +58,24 @@ def as_written() -> bytes:
         return path.read_bytes()
 
 
+@cache
+def _content() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(as_written())
+    return content
+
+
+def content_of_a_profile() -> dict[str, Any]:
+    """A profile's file as plain values, to be spoilt."""
+    return copy.deepcopy(_content())
+
+
+def rewrite(path: Path, content: Any) -> Path:
+    """Write plain values as YAML, in the order given."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    path.write_text(yaml.dump(content, Dumper=dumper, sort_keys=False), encoding="utf-8")
+    return path
+
+
 def small(value: Any) -> Any:
     """A profile with no more than three sizes and two contexts, whose file is soon read."""
     if isinstance(value, Curve):
@@ -269,15 +287,14 @@ def test_a_file_in_the_directorys_place_is_an_error(path: Path) -> None:
 
 def edited(path: Path, place: str, change: Callable[[Any], Any]) -> Path:
     """Change the value at a place such as `target.prefill.median_ms.0`, and write the file anew."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = content_of_a_profile()
     *outer, last = place.split(".")
     holder = content
     for key in outer:
         holder = holder[int(key) if isinstance(holder, list) else key]
     key = int(last) if isinstance(holder, list) else last
-    holder[key] = change(copy.deepcopy(holder[key]))
-    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return path
+    holder[key] = change(holder[key])
+    return rewrite(path, content)
 
 
 NUMBERS = [
@@ -354,13 +371,12 @@ ENTRIES = [place for place in NUMBERS if not place[-1].isdigit()]
 @pytest.mark.parametrize("place", [*ENTRIES, "fingerprint", "fingerprint.driver", "verify", "draft", "draft.propose"])
 def test_a_missing_entry_is_named(path: Path, place: str) -> None:
     outer, _, last = place.rpartition(".")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = content_of_a_profile()
     holder = content
     for key in filter(None, outer.split(".")):
         holder = holder[key]
     del holder[last]
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    message = refused(path)
+    message = refused(rewrite(path, content))
     assert last.replace("schema_version", "schema version") in message
     assert outer in message
 
@@ -369,13 +385,12 @@ def test_a_missing_entry_is_named(path: Path, place: str) -> None:
 @pytest.mark.parametrize("unknown", ["medain_ms", 3, None])
 def test_an_unknown_entry_is_named(path: Path, outer: str, unknown: Any) -> None:
     """Most often it is a misspelt one."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = content_of_a_profile()
     holder = content
     for key in filter(None, outer.split(".")):
         holder = holder[key]
     holder[unknown] = 1
-    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    message = refused(path)
+    message = refused(rewrite(path, content))
     assert str(unknown) in message
     assert outer in message
 

@@ -10,7 +10,7 @@ import typer
 
 from rakvctl.cli import cost_table, inputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
-from rakvctl.core.acceptance import initial_acceptance
+from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import ProfileError, UsageError
 from rakvctl.core.hardware import free_memory_bytes, processor_name
@@ -127,7 +127,7 @@ def _features(profile: HardwareProfile, num_tokens: int, cached: int, max_new_to
         num_cloned_tokens=cached,
         num_draft_cloned_tokens=cached,
         drafter="model" if profile.draft is not None else "none",
-        alpha=initial_acceptance(profile).alpha,
+        alpha=initial_experience(profile).alpha,
         memory_budget_bytes=free_memory_bytes(),
     )
 

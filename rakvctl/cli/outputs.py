@@ -2,15 +2,14 @@
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
 from rakvctl.cli.inputs import PromptId, file_status
 from rakvctl.core.errors import RakvError, UsageError
+from rakvctl.core.files import replace_file
 
 
 def refuse_overwriting(path: Path | None, prompt_files: tuple[os.stat_result, ...]) -> None:
@@ -64,7 +63,7 @@ def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
         complete = [(line, record["id"]) for line, record in records if record and _is_complete(record)]
         kept = b"".join(line + b"\n" for line, _ in complete)
         if kept != content:
-            _replace(path.resolve(), kept)
+            replace_file(path.resolve(), kept)
         stream = path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -83,19 +82,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _is_complete(record: dict[str, Any]) -> bool:
     """Whether a record is that of a finished completion."""
     return isinstance(record["id"], str | int) and isinstance(record.get("text"), str) and "error" not in record
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a new content in place of the file's, all or nothing; who may read it stays as it was."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(descriptor, "wb") as unfinished:
-            unfinished.write(content)
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _cannot_write(path: Path, error: OSError) -> RakvError:

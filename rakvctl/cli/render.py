@@ -1,7 +1,6 @@
 """Results out: the record of a completion, the writers of text and JSON Lines, the statistics, the errors."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any, Protocol, TextIO
 
 from rakvctl.cli.inputs import PromptId
 from rakvctl.core.errors import RakvError
+from rakvctl.core.files import to_json
 from rakvctl.core.types import Completion
 
 
@@ -73,15 +73,7 @@ def print_line(text: str) -> None:
 
 def print_json(content: Mapping[str, Any]) -> None:
     """One JSON object on stdout; what is no number becomes null, as JSON knows no NaN."""
-    write_out(sys.stdout, json.dumps(_without_nan(content), ensure_ascii=False, indent=2) + "\n")
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    write_out(sys.stdout, to_json(content, indent=2) + "\n")
 
 
 def debugging() -> bool:

@@ -1,15 +1,16 @@
-"""How likely a drafted token is to be accepted: the method's alpha, tracked as requests are served."""
+"""What served requests teach: how likely a drafted token is to be accepted (the alpha), and how long texts get."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.core.types import Decision, StepEvent
+from rakvctl.core.types import Completion
 
 # Half of what is known is forgotten after this many judged tokens, so that a change of topic is followed.
 _HALF_LIFE_TRIALS = 256.0
 # Of a pair that nobody measured, this much is assumed, with the weight of so many tokens.
 _PRIOR_ALPHA, _PRIOR_TRIALS = 0.5, 32.0
+# What a request still counts for its length after the next one.
+_KEPT_LENGTH = 0.9
 # Probing takes at most this share of the time of the requests that draft nothing.
 _PROBE_SHARE = 0.01
 
@@ -43,15 +44,18 @@ class AcceptanceTracker:
         return AcceptanceTracker(kept * self.num_accepted + num_accepted_tokens, kept * self.num_trials + trials)
 
 
-class Acceptance:
-    """What the requests so far have taught of a drafter, and how long learning more may take.
+class Experience:
+    """What the requests so far have taught: the drafter's acceptance, how long texts get, and what probing may take.
 
-    A request that drafts nothing teaches nothing. So a small share of the time of such requests is saved up, and when
-    it covers what drafting is expected to cost more, one request drafts: `probe_ms` never lets that share be exceeded.
+    A request that drafts nothing teaches nothing of the acceptance. So a small share of the time of such requests is
+    saved up, and when it covers what drafting is expected to cost more, one request drafts: `probe_ms` never lets that
+    share be exceeded.
     """
 
     def __init__(self, prior_alpha: float = _PRIOR_ALPHA) -> None:
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
+        # Emitted tokens and limits of past requests, older ones counting less; at first, limits are reached.
+        self._num_emitted = self._num_allowed = 0.0
         self.probe_ms = 0.0
 
     @property
@@ -59,20 +63,28 @@ class Acceptance:
         """The probability in force that a drafted token is accepted."""
         return self._tracker.alpha
 
-    def observe(self, decision: Decision, events: Sequence[StepEvent], total_ms: float) -> None:
-        """Learn from one request that has been served."""
-        for event in events:
+    def expected_new_tokens(self, max_new_tokens: int) -> int:
+        """How many tokens a request with this limit is expected to make: texts may end long before it."""
+        share = self._num_emitted / self._num_allowed if self._num_allowed else 1.0
+        return max(min(1, max_new_tokens), round(share * max_new_tokens))
+
+    def observe(self, completion: Completion, max_new_tokens: int) -> None:
+        """Learn from one request that has been served, and had this limit."""
+        for event in completion.judged_events:
             self._tracker = self._tracker.observe(event.num_draft_tokens, event.num_accepted_tokens)
+        self._num_emitted = _KEPT_LENGTH * self._num_emitted + len(completion.token_ids)
+        self._num_allowed = _KEPT_LENGTH * self._num_allowed + max_new_tokens
+        decision = completion.decision
         if decision.is_probe:
             self.probe_ms -= decision.extra_ms
         elif decision.action.draft_len == 0:
-            self.probe_ms += _PROBE_SHARE * total_ms
+            self.probe_ms += _PROBE_SHARE * completion.total_ms
 
 
-def initial_acceptance(profile: HardwareProfile) -> Acceptance:
+def initial_experience(profile: HardwareProfile) -> Experience:
     """Begin with what was measured of the drafter, if it was."""
     measured = profile.acceptance
-    return Acceptance(measured.alpha) if measured.num_trials else Acceptance()
+    return Experience(measured.alpha) if measured.num_trials else Experience()
 
 
 def num_judged(num_draft_tokens: int, num_accepted_tokens: int) -> int:

@@ -10,6 +10,8 @@ from rakvctl.core.types import Action, CostBreakdown, Features
 DRAFT_LENS = (0, 1, 2, 4, 6, 8)
 # Memory up to this share of what is free costs nothing; what lies beyond it is charged.
 _SOFT_MEMORY_SHARE = 0.8
+# Sums and quotients of floats that are meant to be whole or equal may be off by about this much.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class CostModel:
         if missing is not None:
             return CostBreakdown(action, rounds=0, infeasible=missing, **dict.fromkeys(_PARTS, math.nan))
         rounds = num_rounds(features, action.draft_len)
-        draft_ms, verify_ms = self._round_ms(action.draft_len, features)
+        draft_ms, verify_ms = self._rounds_ms(action.draft_len, rounds, features)
         clone_ms, prefill_ms = self._target_start_ms(action, features)
         num_bytes = self._num_bytes(action, features)
         return CostBreakdown(
@@ -40,8 +42,8 @@ class CostModel:
             clone_ms=clone_ms,
             prefill_ms=prefill_ms,
             draft_prefill_ms=self._draft_start_ms(action, features),
-            draft_ms=rounds * draft_ms,
-            verify_ms=rounds * verify_ms + features.max_new_tokens * self.profile.emit_ms,
+            draft_ms=draft_ms,
+            verify_ms=verify_ms + features.num_new_tokens * self.profile.emit_ms,
             memory_ms=self._memory_ms(num_bytes, features.memory_budget_bytes),
             rounds=rounds,
             infeasible=_too_large(num_bytes, features.memory_budget_bytes),
@@ -50,19 +52,24 @@ class CostModel:
     def crossover(self, action: Action, features: Features) -> float | None:
         """The least alpha at which drafting costs no more than not drafting, all else equal; None where none does.
 
-        C(k, r) depends on alpha through the whole number of rounds only. So the most rounds that still pay give the
-        fewest tokens a round, and E_k, which rises with alpha, is inverted at them.
+        C(k, r) is a step function that falls with alpha: what its rounds may cost says how many there may be and how
+        much the last one may draft, those say how many tokens a round must emit, and E_k is inverted at that.
         """
         plain, drafting = self.breakdown(Action(action.reuse, 0), features), self.breakdown(action, features)
         num_tokens = _tokens_in_rounds(features)
         if action.draft_len == 0 or math.isnan(plain.total_ms + drafting.total_ms) or num_tokens == 0:
             return None
-        round_ms = sum(self._round_ms(action.draft_len, features))
-        rest_ms = drafting.total_ms - drafting.rounds * round_ms
-        most_rounds = math.floor((plain.total_ms - rest_ms) / round_ms) if round_ms > 0 else num_tokens
-        if most_rounds * (action.draft_len + 1) < num_tokens:
-            return None
-        return alpha_for(num_tokens / most_rounds, action.draft_len)
+        rounds = [sum(parts) for parts in self._rounds(action.draft_len, features)]
+        rounds_ms = sum(self._rounds_ms(action.draft_len, drafting.rounds, features))
+        budget_ms = plain.total_ms - (drafting.total_ms - rounds_ms) + _ROUNDING
+        most_rounds = min(num_tokens, math.floor(budget_ms / rounds[-1])) if rounds[-1] > 0 else num_tokens
+        least = math.inf
+        for count in range(max(1, most_rounds), min(num_tokens, most_rounds + 1) + 1):
+            left_ms = budget_ms - (count - 1) * rounds[-1]
+            payable = [drafted for drafted, last_ms in enumerate(rounds) if last_ms <= left_ms]
+            if payable:
+                least = min(least, _tokens_a_round(num_tokens, count, payable[-1], action.draft_len))
+        return alpha_for(least, action.draft_len) if least <= action.draft_len + 1 else None
 
     def _missing(self, action: Action, features: Features) -> str | None:
         if action.reuse and features.num_cloned_tokens == 0:
@@ -93,12 +100,31 @@ class CostModel:
         is_new = num_tokens > self.profile.verify.sizes_tokens[-1]
         return model.prefill.at(num_tokens, cached) + (model.new_length_ms if is_new else 0.0)
 
-    def _round_ms(self, draft_len: int, features: Features) -> tuple[float, float]:
-        """Draft and verify of one round, at the middle of the contexts that the request will see."""
-        context = features.num_prompt_tokens + features.max_new_tokens / 2
-        draft = self.profile.draft
-        draft_ms = draft.propose.at(draft_len, context) if draft and draft_len else 0.0
-        return draft_ms, self.profile.verify.at(draft_len + 1, context)
+    def _rounds_ms(self, draft_len: int, num_rounds: int, features: Features) -> tuple[float, float]:
+        """Draft and verify of all rounds; the last one drafts no more tokens than can still be emitted."""
+        if num_rounds == 0:
+            return 0.0, 0.0
+        rounds = self._rounds(draft_len, features)
+        left = _tokens_in_rounds(features) - (num_rounds - 1) * expected_tokens(features.alpha, draft_len)
+        full, last = rounds[-1], rounds[min(draft_len, max(0, math.ceil(left - _ROUNDING) - 1))]
+        return (num_rounds - 1) * full[0] + last[0], (num_rounds - 1) * full[1] + last[1]
+
+    def _rounds(self, draft_len: int, features: Features) -> list[tuple[float, float]]:
+        """Draft and verify of a round that drafts 0, 1, ... `draft_len` tokens, in the middle of the contexts to come.
+
+        A verify may be cheaper than a narrower one. A shorter last round is reckoned with as the dearest of those up to
+        it, but never above a full one: so the cost never rises with alpha.
+        """
+        context = features.num_prompt_tokens + features.num_new_tokens / 2
+        draft, verify = self.profile.draft, self.profile.verify
+        rounds = [
+            (draft.propose.at(drafted, context) if draft and drafted else 0.0, verify.at(drafted + 1, context))
+            for drafted in range(draft_len + 1)
+        ]
+        dearest: list[tuple[float, float]] = []
+        for parts in rounds:
+            dearest.append(max(dearest[-1], parts, key=_sum) if dearest else parts)
+        return [min(parts, rounds[-1], key=_sum) for parts in dearest]
 
     def _num_bytes(self, action: Action, features: Features) -> int:
         """KV states of the whole sequence, in the target and, where tokens are drafted, in the draft model."""
@@ -120,7 +146,14 @@ _PARTS = ("clone_ms", "prefill_ms", "draft_prefill_ms", "draft_ms", "verify_ms",
 
 def num_rounds(features: Features, draft_len: int) -> int:
     """ceil(m / E_k(alpha)), where m counts the tokens after the first one: that one comes with the prefill."""
-    return math.ceil(_tokens_in_rounds(features) / expected_tokens(features.alpha, draft_len))
+    return math.ceil(_tokens_in_rounds(features) / expected_tokens(features.alpha, draft_len) - _ROUNDING)
+
+
+def _tokens_a_round(num_tokens: int, num_rounds: int, drafted: int, draft_len: int) -> float:
+    """The least E_k with which so many rounds are enough, the last of which drafts at most `drafted` tokens."""
+    if drafted == draft_len or num_rounds == 1:
+        return num_tokens / num_rounds
+    return max(num_tokens / num_rounds, (num_tokens - drafted - 1) / (num_rounds - 1))
 
 
 def alpha_for(tokens_a_round: float, draft_len: int) -> float:
@@ -138,8 +171,12 @@ def alpha_for(tokens_a_round: float, draft_len: int) -> float:
     return max(0.0, alpha)
 
 
+def _sum(parts: tuple[float, float]) -> float:
+    return parts[0] + parts[1]
+
+
 def _tokens_in_rounds(features: Features) -> int:
-    return max(0, features.max_new_tokens - 1)
+    return max(0, features.num_new_tokens - 1)
 
 
 def _too_large(num_bytes: int, budget_bytes: int | None) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
-from rakvctl.core.acceptance import initial_acceptance
+from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.backends import torch_load
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, UsageError
@@ -68,7 +68,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
         drafter=pair.drafter(),
         store=PrefixStore(MemoryTier(options.kv_budget_bytes)),
         policy=make_policy(options.policy, profile),
-        acceptance=initial_acceptance(profile) if profile else None,
+        experience=initial_experience(profile) if profile else None,
     )
 
 

@@ -76,7 +76,9 @@ class RakvPolicy:
         table = self.costs.table(features)
         # The table's order breaks ties, plain decoding first; it needs nothing, so it stands where all is infeasible.
         best = min((row for row in table if row.infeasible is None), key=_total_ms, default=table[0])
-        probe = None if best.action.draft_len else self._probe(table, features.probe_ms + best.total_ms)
+        # With two tokens to come nothing is drafted: the first is the prefill's, the last the verify's own.
+        can_probe = features.probe_ms > 0 and features.num_new_tokens > 2 and best.action.draft_len == 0
+        probe = self._probe(table, features.probe_ms + best.total_ms) if can_probe else None
         action = (probe or best).action
         drafter = features.drafter if action.draft_len else "none"
         return Decision(action, self.name, drafter, table, features.alpha, is_probe=probe is not None)

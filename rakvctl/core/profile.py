@@ -28,28 +28,40 @@ class Curve:
     def at(self, size: int, context: float) -> float:
         """Milliseconds, linear between the measured points and beyond the last ones; nothing done costs nothing.
 
-        Beyond the last point nothing gets cheaper: where noise has the last piece fall, it goes on level.
+        Beyond the last points nothing gets cheaper, neither with size nor with context, whatever noise has measured.
         """
         if size <= 0:
             return 0.0
         rows = [_interpolate(self.contexts_tokens, row, context) for row in self.median_ms]
-        return _interpolate(self.sizes_tokens, rows, size)
+        last = self.sizes_tokens[-1]
+        if size <= last:
+            return _interpolate(self.sizes_tokens, rows, size)
+        inside = min(context, self.contexts_tokens[-1])
+        rows_inside = [_interpolate(self.contexts_tokens, row, inside) for row in self.median_ms]
+        slope = max(_last_slope(self.sizes_tokens, rows), _last_slope(self.sizes_tokens, rows_inside))
+        return rows[-1] + slope * (size - last)
 
     def covers(self, size: int, context: float) -> bool:
         """Whether a point lies between measured ones."""
         return size <= self.sizes_tokens[-1] and context <= self.contexts_tokens[-1]
 
 
-def _interpolate(points: tuple[int, ...], values: Sequence[float], at: float) -> float:
+def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
     """Piecewise linear through (points, values); level before the first, the last piece goes on if it does not fall."""
     if at <= points[0]:
         return values[0]
     right = bisect_left(points, at)
     if right == len(points):
-        slope = (values[-1] - values[-2]) / (points[-1] - points[-2]) if len(points) > 1 else 0.0
-        return values[-1] + max(0.0, slope) * (at - points[-1])
+        return values[-1] + _last_slope(points, values) * (at - points[-1])
     share = (at - points[right - 1]) / (points[right] - points[right - 1])
     return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def _last_slope(points: Sequence[int], values: Sequence[float]) -> float:
+    """How fast the last piece rises; 0 if it falls, or there is none."""
+    if len(points) < 2:
+        return 0.0
+    return max(0.0, (values[-1] - values[-2]) / (points[-1] - points[-2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,9 @@
 """The profile as a YAML file for people: read with every value checked, written all or nothing."""
 
 import dataclasses
+import hashlib
 import math
-import os
 import re
-import tempfile
 import types
 import typing
 from itertools import pairwise
@@ -13,11 +12,14 @@ from typing import Any
 
 import yaml
 
-from rakvctl.core.errors import ProfileError
+from rakvctl.core.errors import ProfileError, first_line
+from rakvctl.core.files import replace_file
 from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
 
-_SHARES = {"alpha"}
-_MAY_BE_NEGATIVE = {"spearman"}
+# The least and the largest value of fields that are not just any number from 0 on.
+_RANGES = {"alpha": (0.0, 1.0), "spearman": (-1.0, 1.0), "memory_bytes_per_ms": (math.ulp(0.0), math.inf)}
+# Beside its own errors, what the YAML reader stumbles over in values that claim to be dates, numbers or the like.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,33 +42,25 @@ def profile_directory() -> Path:
 
 
 def default_path(fingerprint: Fingerprint) -> Path:
-    """The place of the profile for one hardware, pair and dtype."""
+    """The place of the profile for one hardware, pair and dtype: a name for people, a digest that tells all apart."""
     pair = [fingerprint.target, fingerprint.draft] if fingerprint.draft else [fingerprint.target]
     names = [*pair, fingerprint.dtype, fingerprint.backend, fingerprint.device, f"{fingerprint.threads}-threads"]
     names.append(fingerprint.processor)
-    return profile_directory() / f"{'_'.join(_slug(name) for name in names)}.yaml"
+    digest = hashlib.blake2b("\0".join([*names, str(len(pair))]).encode("utf-8", "replace"), digest_size=4).hexdigest()
+    return profile_directory() / f"{'_'.join(filter(None, map(_slug, names)))}_{digest}.yaml"
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")[-60:]
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower())[-24:].strip("-.")
 
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Write a profile in place of what was there. Raises ProfileError where it cannot be written."""
     text = yaml.dump(_plain(profile), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
-    unfinished = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(unfinished, 0o644)
-        os.replace(unfinished, path)
+        replace_file(path, text.encode())
     except OSError as error:
-        if unfinished is not None and os.path.exists(unfinished):
-            os.unlink(unfinished)
         raise ProfileError(
             f"cannot write the profile {path}: {error.strerror}", "give -o a path in a writable directory"
         ) from error
@@ -87,15 +81,15 @@ def read_profile(path: Path) -> HardwareProfile:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"cannot read the profile {path}: {error.strerror}", _MEND) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path} is not a YAML file: {error}", _MEND) from error
+    except _YAML_ERRORS as error:
+        raise ProfileError(f"{path} is not a YAML file: {first_line(error)}", _MEND) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         found = "none" if version is None else repr(version)
         raise ProfileError(f"{path} has schema version {found}, this program reads {SCHEMA_VERSION}", _MEND)
     try:
         profile: HardwareProfile = _parse(HardwareProfile, content, "")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ProfileError(f"{path} is no valid profile: {error}", _MEND) from error
     return profile
 
@@ -107,9 +101,15 @@ def refuse_foreign(profile: HardwareProfile, here: Fingerprint, where: str) -> N
         name = differences[0]
         theirs, ours = getattr(profile.fingerprint, name) or "none", getattr(here, name) or "none"
         raise ProfileError(
-            f"the profile {where} was measured with another {name.replace('_', ' ')}: {theirs}; here it is {ours}",
+            f"the profile {where} was measured with another {field_label(name)}: {theirs}; here it is {ours}",
             _MEND,
         )
+
+
+def field_label(name: str) -> str:
+    """A field of the fingerprint in words."""
+    labels = {"threads": "number of threads", "versions": "version of the libraries"}
+    return labels.get(name) or name.replace("_digest", " checkpoint")
 
 
 def foreign_fields(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
@@ -121,7 +121,10 @@ def foreign_fields(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
 def find_profile(target: str, draft: str, processor: str) -> Path | None:
     """The newest of the user's profiles for a pair on this processor, found without loading a model."""
     for path in sorted(profile_directory().glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True):
-        fingerprint = read_profile(path).fingerprint
+        try:
+            fingerprint = read_profile(path).fingerprint
+        except ProfileError:
+            continue  # whatever is wrong with another pair's is not in this one's way
         if (fingerprint.target, fingerprint.draft, fingerprint.processor) == (target, draft, processor):
             return path
     return None
@@ -164,12 +167,18 @@ def _parse_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is str and isinstance(value, str):
         return value
     if kind is str or isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} is {value!r}, not {'text' if kind is str else 'a number'}")
-    if not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE) or (value > 1 and name in _SHARES):
+        raise ValueError(f"{where} is {_brief(value)}, not {'text' if kind is str else 'a number'}")
+    least, largest = _RANGES.get(name, (0.0, math.inf))
+    if not math.isfinite(value) or not least <= value <= largest:
         raise ValueError(f"{where} is {value}, which cannot be")
     if kind is int and value != int(value):
         raise ValueError(f"{where} is {value}, not a whole number")
     return kind(value)
+
+
+def _brief(value: Any) -> str:
+    """A wrong value as an error quotes it; of a list or mapping, which may be endless, only the kind."""
+    return repr(value)[:60] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def _check_curve(curve: Curve, where: str) -> None:

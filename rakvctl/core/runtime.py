@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rakvctl.core.acceptance import Acceptance
+from rakvctl.core.acceptance import Experience
 from rakvctl.core.decode import Sequence, decode, prefill
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
@@ -38,16 +38,16 @@ class Runtime:
         drafter: Drafter | None,
         store: PrefixStore,
         policy: Policy,
-        acceptance: Acceptance | None = None,
+        experience: Experience | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`acceptance`: what is known of the drafter so far; `clock` gives seconds."""
+        """`experience`: what earlier requests have taught; `clock` gives seconds."""
         self._codec = codec
         self._target = target
         self._drafter = drafter
         self._store = store
         self._policy = policy
-        self._acceptance = acceptance or Acceptance()
+        self._experience = experience or Experience()
         self._clock = clock
 
     @property
@@ -66,21 +66,22 @@ class Runtime:
 
     def _features(self, request: Request) -> tuple[Features, PrefixMatch | None]:
         """What is known of a request, and the match behind it."""
-        prompt = request.prompt_token_ids
+        prompt, max_new_tokens = request.prompt_token_ids, self._max_new_tokens(request)
         match = self._store.match(self._target.model_key, prompt) if self._uses_store else None
         num_cloned = match.num_cloned_tokens if match else 0
         drafter, reason = self._usable_drafter(len(prompt))
         features = Features(
             num_prompt_tokens=len(prompt),
-            max_new_tokens=self._max_new_tokens(request),
+            max_new_tokens=max_new_tokens,
             num_matched_tokens=match.num_matched_tokens if match else 0,
             num_cloned_tokens=num_cloned,
             num_draft_cloned_tokens=num_cloned if match and match.entry.draft_kv is not None else 0,
             drafter=drafter,
             no_drafter_reason=reason,
-            alpha=self._acceptance.alpha,
-            probe_ms=self._acceptance.probe_ms,
+            alpha=self._experience.alpha,
+            probe_ms=self._experience.probe_ms,
             memory_budget_bytes=self._target.free_bytes(),
+            expected_new_tokens=self._experience.expected_new_tokens(max_new_tokens),
         )
         return features, match
 
@@ -131,11 +132,9 @@ class Runtime:
             events.append(event)
         total_ms = (self._clock() - started) * 1e3
 
-        # Where the text ended within a round, the tokens after its end were judged by nobody.
-        self._acceptance.observe(plan.decision, events[:-1] if text.stopped else events, total_ms)
         if stored_logits is not None:
             self._remember(prompt, plan.match, stored_logits, drafter)
-        return Completion(
+        completion = Completion(
             token_ids=tuple(sequence.token_ids[len(prompt) :]),
             text=text.close(),
             finish_reason="stop" if text.stopped else "length",
@@ -146,6 +145,8 @@ class Runtime:
             ttft_ms=ttft_ms,
             total_ms=total_ms,
         )
+        self._experience.observe(completion, max_new_tokens)
+        return completion
 
     @property
     def _uses_store(self) -> bool:

@@ -81,8 +81,9 @@ class Proposal:
 class Features:
     """What is known of a request when its action is chosen.
 
-    `alpha`: the acceptance in force. `drafter`: a drafter's name, or `none` and why. `probe_ms`: how much longer than
-    the best known action a probe may take. `memory_budget_bytes`: what KV states may take, None if nobody counts.
+    `max_new_tokens` is the limit, `expected_new_tokens` what experience makes of it, None if there is none. `alpha`:
+    the acceptance in force. `drafter`: a drafter's name, or `none` and why. `probe_ms`: how much longer than the best
+    known action a probe may take. `memory_budget_bytes`: what KV states may take, None if nobody counts.
     """
 
     num_prompt_tokens: int
@@ -95,6 +96,12 @@ class Features:
     alpha: float = 0.0
     probe_ms: float = 0.0
     memory_budget_bytes: int | None = None
+    expected_new_tokens: int | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The method's m: how many tokens to reckon with."""
+        return self.max_new_tokens if self.expected_new_tokens is None else self.expected_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,11 @@ class Completion:
     def num_rounds(self) -> int:
         """Target passes after the prefill."""
         return len(self.events) - 1
+
+    @property
+    def judged_events(self) -> tuple[StepEvent, ...]:
+        """Rounds that say something of acceptance: where the text ended within one, nobody judged what came after."""
+        return self.events[:-1] if self.finish_reason == "stop" else self.events
 
     @property
     def num_draft_tokens(self) -> int:

@@ -44,10 +44,18 @@ def measure_acceptance(
     started, accepted, judged = clock(), 0, 0
     for index, prompt in enumerate(prompts):
         on_progress("drafting", index / len(prompts))
+        if not _fits(pair, prompt):
+            continue
         request = Request(prompt, SamplingParams(max_new_tokens=_NEW_TOKENS))
-        for event in runtime.run(request).events:
+        for event in runtime.run(request).judged_events:
             accepted += event.num_accepted_tokens
             judged += num_judged(event.num_draft_tokens, event.num_accepted_tokens)
         if budget_s is not None and clock() - started >= budget_s:
             break
     return MeasuredAcceptance(alpha=accepted / judged if judged else 0.0, num_trials=judged)
+
+
+def _fits(pair: ModelPair, prompt: tuple[int, ...]) -> bool:
+    """Whether both models have positions left after a prompt."""
+    limits = [engine.max_positions for engine in (pair.target, pair.draft) if engine is not None]
+    return all(limit is None or len(prompt) < limit for limit in limits)

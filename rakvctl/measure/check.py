@@ -35,7 +35,7 @@ def check(pair: ModelPair, profile: HardwareProfile, effort: Effort, clock: Cloc
     """Time a step, a verify, a prefill and a proposal in the middle of the profile's range."""
     prefill = profile.target.prefill
     size = prefill.sizes_tokens[len(prefill.sizes_tokens) // 2]
-    context = prefill.contexts_tokens[len(prefill.contexts_tokens) // 2]
+    context = profile.verify.contexts_tokens[len(profile.verify.contexts_tokens) // 2]
     bench = ProbeBench(pair, context + max(size, _DRAFT_LEN + 3), clock)
     probes = [bench.round(0, context), bench.round(_DRAFT_LEN, context), bench.prefill("target", size, context)]
     spreads = time_probes(probes, effort, clock, lambda _: None)

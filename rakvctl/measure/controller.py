@@ -8,35 +8,23 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rakvctl.core.acceptance import Acceptance, initial_acceptance
+from rakvctl.core.acceptance import Experience, initial_experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import FixedPolicy, Policy, RakvPolicy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
-from rakvctl.core.store import PrefixStore
-from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Action, Decision, PrefixEntry, Request, SamplingParams
+from rakvctl.measure.arms import Task, make_arm_runtime, stored_entries
 from rakvctl.measure.statistics import mape_percent, spearman
 from rakvctl.measure.timing import Clock
-
-_STORE_BYTES = 2**31
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt, how many tokens follow it, and the prompt that is stored before it comes, if any."""
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stored: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What was decided for one case, and what each possible action took, milliseconds (median of its repeats)."""
 
-    case: Case
+    case: Task
     decision: Decision
     actual_ms: dict[Action, float]
 
@@ -112,54 +100,30 @@ class ControllerStudy:
     def __init__(self, pair: ModelPair, profile: HardwareProfile, *, repeats: int, seed: int, clock: Clock) -> None:
         self._pair = pair
         self._policy = RakvPolicy(CostModel(profile))
-        self._acceptance = initial_acceptance(profile)
+        self._experience = initial_experience(profile)
         self._repeats = repeats
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
         self._clock = clock
 
-    def run(self, cases: Sequence[Case]) -> Iterator[Trial]:
+    def run(self, cases: Sequence[Task]) -> Iterator[Trial]:
         """One trial after another."""
         for case in cases:
             yield self._trial(case)
 
-    def _trial(self, case: Case) -> Trial:
-        entries = self._stored(case)
+    def _trial(self, case: Task) -> Trial:
+        entries = stored_entries(self._pair, case.stored)
         request = Request(case.prompt, SamplingParams(max_new_tokens=case.max_new_tokens))
-        decision = self._runtime(self._policy, entries, self._acceptance).plan(request).decision
+        decision = self._runtime(self._policy, entries, self._experience).plan(request).decision
         actions = [row.action for row in decision.table if row.infeasible is None]
         taken: dict[Action, list[float]] = {action: [] for action in actions}
         for _ in range(self._repeats):
             self._random.shuffle(actions)
             for action in actions:
-                runtime = self._runtime(FixedPolicy("fixed", action), entries, Acceptance())
+                runtime = self._runtime(FixedPolicy("fixed", action), entries, Experience())
                 taken[action].append(runtime.run(request).total_ms)
         # The chosen action once more, not timed: what it teaches is what would have been known in use.
-        self._runtime(FixedPolicy("fixed", decision.action), entries, self._acceptance).run(request)
+        self._runtime(FixedPolicy("fixed", decision.action), entries, self._experience).run(request)
         return Trial(case, decision, {action: statistics.median(times) for action, times in taken.items()})
 
-    def _stored(self, case: Case) -> list[PrefixEntry]:
-        """What the case says is stored, draft states included."""
-        if case.stored is None:
-            return []
-        tier = MemoryTier(_STORE_BYTES)
-        policy = FixedPolicy("fixed", Action(reuse=True, draft_len=1 if self._pair.draft is not None else 0))
-        request = Request(case.stored, SamplingParams(max_new_tokens=2))
-        self._runtime(policy, [], Acceptance(), tier).run(request)
-        return list(tier)
-
-    def _runtime(
-        self, policy: Policy, entries: Sequence[PrefixEntry], acceptance: Acceptance, tier: MemoryTier | None = None
-    ) -> Runtime:
-        """A runtime whose store holds exactly these entries."""
-        store = PrefixStore(tier or MemoryTier(_STORE_BYTES))
-        for entry in entries:
-            store.insert(entry)
-        return Runtime(
-            codec=self._pair.codec,
-            target=self._pair.target,
-            drafter=self._pair.drafter(),
-            store=store,
-            policy=policy,
-            acceptance=acceptance,
-            clock=self._clock,
-        )
+    def _runtime(self, policy: Policy, entries: list[PrefixEntry], experience: Experience) -> Runtime:
+        return make_arm_runtime(self._pair, policy, entries, experience, self._clock)

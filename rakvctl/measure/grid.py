@@ -9,14 +9,15 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.measure.timing import Clock
 
 _PREFILL_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
-_CONTEXTS = (0, 64, 256, 1024, 4096)
+# A round always has something before it.
+_CONTEXTS = (1, 64, 256, 1024, 4096)
 _MIN_SIZES = 4
 _SAMPLE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes and contexts of all curves, in tokens. Prefills are measured at the first and the last context only."""
+    """Sizes and contexts of all curves, in tokens; `contexts` are those of rounds."""
 
     prefill_tokens: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -24,8 +25,8 @@ class Grid:
 
     @property
     def prefill_contexts(self) -> tuple[int, ...]:
-        """Attention over what is cached grows linearly with it, so its two ends are enough."""
-        return tuple(sorted({self.contexts[0], self.contexts[-1]}))
+        """Attention over what is cached grows linearly with it, so nothing and the longest context are enough."""
+        return tuple(sorted({0, self.contexts[-1]}))
 
     @property
     def num_positions(self) -> int:
@@ -40,7 +41,7 @@ class Grid:
     @property
     def held_out_contexts(self) -> list[int]:
         """A context in the middle of each two neighbours."""
-        return [(small + large) // 2 for small, large in pairwise(self.contexts)] or [self.contexts[0]]
+        return [(small + large) // 2 for small, large in pairwise(self.contexts)]
 
 
 def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
@@ -53,9 +54,9 @@ def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
         sizes.pop()
     longest = max(sizes[-1], pass_s / token_s) if token_s > 0 else room
     fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 2)]
-    contexts = tuple(fitting) or (0,)
-    draft_lens = tuple(draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 2 <= room)
-    return Grid(tuple(sizes), contexts, draft_lens)
+    contexts = tuple(fitting) or _CONTEXTS[:1]
+    draft_lens = [draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 2 <= room]
+    return Grid(tuple(sizes), contexts, tuple(draft_lens) or DRAFT_LENS[:1])
 
 
 def _prefill_seconds(pair: ModelPair, num_tokens: int, clock: Clock) -> float:

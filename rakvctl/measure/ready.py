@@ -10,7 +10,14 @@ from rakvctl.core.models import Notify
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import policy_needs
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.core.profile_file import default_path, foreign_fields, read_profile, refuse_foreign, write_profile
+from rakvctl.core.profile_file import (
+    default_path,
+    field_label,
+    foreign_fields,
+    read_profile,
+    refuse_foreign,
+    write_profile,
+)
 from rakvctl.core.runtime import Runtime
 from rakvctl.measure.calibrate import calibrate
 from rakvctl.measure.timing import Effort, Progress
@@ -44,9 +51,7 @@ def fitting_profile(pair: ModelPair, name: str, notify: Notify, on_progress: Pro
         differing = foreign_fields(profile.fingerprint, here)
         if not differing:
             return profile
-        notify(
-            f"the profile is of another {differing[0].replace('_', ' ')}: measuring anew, about {QUICK_SECONDS:.0f} s"
-        )
+        notify(f"the profile is of another {field_label(differing[0])}: measuring anew, about {QUICK_SECONDS:.0f} s")
     else:
         notify(f"no profile for this machine and pair: measuring one, about {QUICK_SECONDS:.0f} s, this once")
     profile = calibrate(pair, Effort(budget_s=QUICK_SECONDS), time.perf_counter, on_progress).profile

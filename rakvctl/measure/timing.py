@@ -100,7 +100,7 @@ def time_probes(
             if not runs:
                 exhausted.add(probe.points)
             passes = num_passes + (index + 1) / len(unsettled)
-            on_progress(passes / effort.repeats if effort.repeats else (clock() - started) / effort.budget_s)
+            on_progress(passes / effort.repeats if effort.repeats else (clock() - started) / max(effort.budget_s, 1e-9))
         num_passes += 1
         unsettled = [probe for probe in unsettled if probe.points not in exhausted]
         if effort.repeats is None:

@@ -1,0 +1,44 @@
+"""Files that appear whole or not at all, and objects as JSON."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in place of what was there: whole, or not at all. Who may read it stays as it was.
+
+    Raises OSError.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)  # a device or a pipe: there is nothing to replace
+        return
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-"[:100])
+    try:
+        with open(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(unfinished, mode)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def to_json(content: Mapping[str, Any], indent: int | None = None) -> str:
+    """An object as JSON, which knows no NaN: what is no number becomes null."""
+    return json.dumps(_without_nan(content), ensure_ascii=False, indent=indent)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,123 @@
+"""The contestants of a benchmark: our policies, each on a runtime of its own, behind the Protocol that peers share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rakvctl.core.acceptance import Experience, initial_experience
+from rakvctl.core.pair import ModelPair
+from rakvctl.core.policies import FixedPolicy, Policy, make_policy
+from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.runtime import Runtime
+from rakvctl.core.store import PrefixStore
+from rakvctl.core.tiers import MemoryTier
+from rakvctl.core.types import Action, PrefixEntry, Request, SamplingParams
+from rakvctl.measure.timing import Clock
+
+STORE_BYTES = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt to be served: how many tokens are wanted, and the prompt that is stored before it comes, if any."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stored: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an arm made of a task. Times in milliseconds; what an arm does not know is None."""
+
+    token_ids: tuple[int, ...]
+    total_ms: float
+    ttft_ms: float | None
+    reused_tokens: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
+    draft_len: int | None = None
+    reuse: bool | None = None
+    predicted_ms: float | None = None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Milliseconds a token after the first one."""
+        if self.ttft_ms is None or len(self.token_ids) < 2:
+            return None
+        return (self.total_ms - self.ttft_ms) / (len(self.token_ids) - 1)
+
+
+class Arm(Protocol):
+    """Something that serves tasks. `prepare` brings it into the state that the task asks for, and is not timed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, task: Task) -> Callable[[], Outcome]:
+        """Returns what is to be timed: it serves the task once."""
+        ...
+
+
+class PolicyArm:
+    """One of our policies. What it learns of the drafter it keeps from task to task; its store it does not."""
+
+    def __init__(self, pair: ModelPair, name: str, profile: HardwareProfile | None, clock: Clock) -> None:
+        self.name = name
+        self._pair = pair
+        self._policy = make_policy(name, profile)
+        self._experience = initial_experience(profile) if profile is not None else Experience()
+        self._clock = clock
+
+    def prepare(self, task: Task) -> Callable[[], Outcome]:
+        """Store what the task says is stored; the caches are left from something else."""
+        entries = stored_entries(self._pair, task.stored) if self._policy.needs.store else []
+        runtime = make_arm_runtime(self._pair, self._policy, entries, self._experience, self._clock)
+        request = Request(task.prompt, SamplingParams(max_new_tokens=task.max_new_tokens))
+
+        def serve() -> Outcome:
+            completion = runtime.run(request)
+            return Outcome(
+                token_ids=completion.token_ids,
+                total_ms=completion.total_ms,
+                ttft_ms=completion.ttft_ms,
+                reused_tokens=completion.num_reused_tokens,
+                num_draft_tokens=completion.num_draft_tokens,
+                num_accepted_tokens=completion.num_accepted_tokens,
+                draft_len=completion.decision.action.draft_len,
+                reuse=completion.decision.action.reuse,
+                predicted_ms=completion.predicted_ms,
+            )
+
+        return serve
+
+
+def stored_entries(pair: ModelPair, prompt: tuple[int, ...] | None) -> list[PrefixEntry]:
+    """What a store holds after a prompt was served, the draft's states included."""
+    if prompt is None:
+        return []
+    tier = MemoryTier(STORE_BYTES)
+    policy = FixedPolicy("fill", Action(reuse=True, draft_len=1 if pair.draft is not None else 0))
+    runtime = Runtime(
+        codec=pair.codec, target=pair.target, drafter=pair.drafter(), store=PrefixStore(tier), policy=policy
+    )
+    runtime.run(Request(prompt, SamplingParams(max_new_tokens=2)))
+    return list(tier)
+
+
+def make_arm_runtime(
+    pair: ModelPair, policy: Policy, entries: list[PrefixEntry], experience: Experience, clock: Clock
+) -> Runtime:
+    """A runtime whose store holds exactly these entries."""
+    store = PrefixStore(MemoryTier(STORE_BYTES))
+    for entry in entries:
+        store.insert(entry)
+    return Runtime(
+        codec=pair.codec,
+        target=pair.target,
+        drafter=pair.drafter(),
+        store=store,
+        policy=policy,
+        experience=experience,
+        clock=clock,
+    )

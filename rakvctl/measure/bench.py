@@ -1,0 +1,115 @@
+"""The benchmark: every arm serves every prompt, in turn; all tokens are compared with those of plain decoding."""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rakvctl.measure.arms import Arm, Outcome, Task
+from rakvctl.measure.timing import Clock
+
+# Plain decoding: what all others have to equal, and are compared with.
+REFERENCE = "ar"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """A task with where it comes from."""
+
+    workload: str
+    id: str
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One execution. `equal`: whether its tokens are the reference's for the same prompt."""
+
+    workload: str
+    prompt_id: str
+    arm: str
+    repeat: int
+    prompt_tokens: int
+    outcome: Outcome
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first position at which an arm's tokens differ from the reference's; None: one of them is shorter."""
+
+    prompt: BenchPrompt
+    arm: str
+    position: int
+    token: int | None
+    expected: int | None
+
+
+class Bench:
+    """Runs the executions, in random order within each prompt so that drift hits every arm alike."""
+
+    def __init__(self, arms: Sequence[Arm], *, repeats: int, seed: int, clock: Clock) -> None:
+        """One arm must be the reference."""
+        self._arms = list(arms)
+        self._repeats = repeats
+        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._clock = clock
+        self.mismatches: list[Mismatch] = []
+        self.overhead_ms = 0.0
+
+    def warm_up(self, task: Task) -> None:
+        """Serve one task with every arm, uncounted."""
+        for arm in self._arms:
+            arm.prepare(task)()
+
+    def run(self, prompts: Sequence[BenchPrompt]) -> Iterator[Sample]:
+        """One sample after another, the reference's of a prompt first known, then compared with."""
+        for prompt in prompts:
+            for repeat in range(self._repeats):
+                yield from self._round(prompt, repeat)
+
+    def _round(self, prompt: BenchPrompt, repeat: int) -> Iterator[Sample]:
+        order = list(self._arms)
+        self._random.shuffle(order)
+        with _no_garbage_collection():
+            outcomes = {arm.name: self._execute(arm, prompt.task) for arm in order}
+        expected = outcomes[REFERENCE].token_ids
+        for name, outcome in outcomes.items():
+            equal = outcome.token_ids == expected
+            if not equal:
+                self.mismatches.append(_mismatch(prompt, name, outcome.token_ids, expected))
+            yield Sample(prompt.workload, prompt.id, name, repeat, len(prompt.task.prompt), outcome, equal)
+
+    def _execute(self, arm: Arm, task: Task) -> Outcome:
+        serve = arm.prepare(task)
+        started = self._clock()
+        outcome = serve()
+        # What of the execution the arm's own time does not cover.
+        self.overhead_ms = max(self.overhead_ms, (self._clock() - started) * 1e3 - outcome.total_ms)
+        return outcome
+
+
+def _mismatch(prompt: BenchPrompt, arm: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Mismatch:
+    shared = min(len(found), len(expected))
+    position = next((index for index in range(shared) if found[index] != expected[index]), shared)
+    return Mismatch(
+        prompt,
+        arm,
+        position,
+        found[position] if position < len(found) else None,
+        expected[position] if position < len(expected) else None,
+    )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect before, not during: a collection in one arm's time would be another's garbage."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
