@@ -3,6 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("rakvctl", deadline=None)
+settings.load_profile("rakvctl")
 
 
 @pytest.fixture(scope="session")

@@ -126,19 +126,39 @@ def _decision(draft_len: int, *, is_probe: bool = False) -> Decision:
     return Decision(Action(False, draft_len), "rakv", "model", is_probe=is_probe)
 
 
+def _served(decision: Decision, *rounds: StepEvent) -> Completion:
+    """A request that took a second."""
+    events = (StepEvent((0,), 0, 0), *rounds)
+    tokens = tuple(token for event in events for token in event.token_ids)
+    return Completion(tokens, "", "length", decision, 20, 0, events, ttft_ms=10.0, total_ms=1000.0)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(64, 64), (16, 16), (1, 1)])
+def test_the_length_of_texts_is_learned(length: int, expected: int) -> None:
+    """Where texts end long before the limit, drafting has less time to pay back what it costs to begin with."""
+    experience = Experience()
+    assert experience.expected_new_tokens(64) == 64
+    for _ in range(40):
+        rounds = (StepEvent((1,), 0, 0) for _ in range(length - 1))
+        experience.observe(_served(_decision(0), *rounds), 64)
+    assert experience.expected_new_tokens(64) == expected
+    assert experience.expected_new_tokens(128) == 2 * expected
+    assert experience.expected_new_tokens(0) == 0
+
+
 def test_only_requests_that_draft_nothing_save_up_for_a_probe() -> None:
     acceptance = Experience()
-    acceptance.observe(_decision(4), [StepEvent((1,), 4, 0)], 1000.0)
+    acceptance.observe(_served(_decision(4), StepEvent((1,), 4, 0)), 64)
     assert acceptance.probe_ms == 0.0
-    acceptance.observe(_decision(0), [StepEvent((1,), 0, 0)], 1000.0)
+    acceptance.observe(_served(_decision(0), StepEvent((1,), 0, 0)), 64)
     assert 0.0 < acceptance.probe_ms <= 10.0 + 1e-9
 
 
 def test_a_probe_is_paid_for_and_teaches() -> None:
     acceptance = Experience()
     before = acceptance.alpha
-    acceptance.observe(_decision(0), [], 1000.0)
-    acceptance.observe(_decision(4, is_probe=True), [StepEvent((1, 2, 3, 4, 5), 4, 4)], 1000.0)
+    acceptance.observe(_served(_decision(0)), 64)
+    acceptance.observe(_served(_decision(4, is_probe=True), StepEvent((1, 2, 3, 4, 5), 4, 4)), 64)
     assert acceptance.probe_ms <= 10.0 + 1e-9
     assert acceptance.alpha > before
 

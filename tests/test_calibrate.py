@@ -202,7 +202,7 @@ def test_small_models_are_measured_and_checked_within_their_positions(
         assert drift.change == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("max_positions", [1, 2, 6])
+@pytest.mark.parametrize("max_positions", [2, 3, 6])
 def test_tiny_models_are_measured_and_checked_within_their_positions(max_positions: int) -> None:
     toy = Toy(max_positions=max_positions, draft_costs=None)
     profile = toy.calibrated().profile
@@ -305,7 +305,7 @@ class Served:
             drafter=self.toy.pair.drafter(),
             store=store,
             policy=Forced(action, self.profile),
-            acceptance=Experience(float(self.alpha)),
+            experience=Experience(float(self.alpha)),
             clock=self.toy.clock,
         )
 

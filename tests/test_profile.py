@@ -23,6 +23,7 @@ from rakvctl.core.errors import ProfileError
 from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
 from rakvctl.core.profile_file import (
     default_path,
+    field_label,
     find_profile,
     foreign_fields,
     profile_directory,
@@ -531,7 +532,7 @@ def test_a_profile_of_elsewhere_is_refused_with_what_differs(name: str) -> None:
     assert caught.value.exit_code == 3
     for part in (
         "some.yaml",
-        name.replace("_", " "),
+        field_label(name),
         str(getattr(profile.fingerprint, name)),
         str(getattr(here, name)),
     ):

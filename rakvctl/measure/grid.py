@@ -31,7 +31,7 @@ class Grid:
     @property
     def num_positions(self) -> int:
         """The longest sequence that a probe makes."""
-        return self.contexts[-1] + max(self.prefill_tokens[-1], self.draft_lens[-1] + 2)
+        return self.contexts[-1] + max(self.prefill_tokens[-1], self.draft_lens[-1] + 1)
 
     @property
     def held_out_sizes(self) -> list[int]:
@@ -53,9 +53,9 @@ def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
     while len(sizes) > _MIN_SIZES and 2 * token_s * sum(sizes) > pass_s:
         sizes.pop()
     longest = max(sizes[-1], pass_s / token_s) if token_s > 0 else room
-    fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 2)]
+    fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 1)]
     contexts = tuple(fitting) or _CONTEXTS[:1]
-    draft_lens = [draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 2 <= room]
+    draft_lens = [draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 1 <= room]
     return Grid(tuple(sizes), contexts, tuple(draft_lens) or DRAFT_LENS[:1])
 
 
