@@ -36,8 +36,10 @@ def check(pair: ModelPair, profile: HardwareProfile, effort: Effort, clock: Cloc
     prefill = profile.target.prefill
     size = prefill.sizes_tokens[len(prefill.sizes_tokens) // 2]
     context = profile.verify.contexts_tokens[len(profile.verify.contexts_tokens) // 2]
-    bench = ProbeBench(pair, context + max(size, _DRAFT_LEN + 3), clock)
-    probes = [bench.round(0, context), bench.round(_DRAFT_LEN, context), bench.prefill("target", size, context)]
+    draft_len = min(_DRAFT_LEN, profile.verify.sizes_tokens[-1] - 1)
+    bench = ProbeBench(pair, context + max(size, draft_len + 1), clock)
+    probes = [bench.round(width, context) for width in {0, draft_len}]
+    probes.append(bench.prefill("target", size, context))
     spreads = time_probes(probes, effort, clock, lambda _: None)
     curves = {"verify": profile.verify, "target.prefill": prefill}
     if profile.draft is not None:
