@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
 _BLOCK = 512
+_MAX_BLOCKS = 200
 _PROMPT_TOKENS = 96
 _CONTINUATION_TOKENS = 64
 
@@ -20,6 +21,7 @@ class Training:
     num_held_out_files: int
     num_tokens: int
     tokens_seen: int
+    draft_tokens_seen: int
     minutes: float
     seed: int
 
@@ -47,7 +49,8 @@ def evaluate(target: GPT2LMHeadModel, draft: GPT2LMHeadModel, stream: torch.Tens
     """
     losses: dict[str, list[torch.Tensor]] = {"target": [], "draft": []}
     right, agree = [], []
-    for start in range(0, len(stream) - _BLOCK - 1, _BLOCK):
+    starts = range(0, len(stream) - _BLOCK - 1, _BLOCK)
+    for start in starts[:: max(1, len(starts) // _MAX_BLOCKS)]:
         ids = stream[start : start + _BLOCK][None]
         next_ids = stream[start + 1 : start + _BLOCK + 1]
         ours, theirs = target(input_ids=ids).logits[0], draft(input_ids=ids).logits[0]
@@ -123,8 +126,9 @@ source code in its look; they know nothing and follow no instructions.
 - Licence of the data: Python Software Foundation License Version 2, with the notices of single modules. The weights
   are distributed under the project's licence.
 - Training: `python -m rakvctl.tiny.train`, seed {t.seed}, torch {torch}, {threads} CPU threads, bfloat16 with float32
-  master weights; {t.tokens_seen:,} tokens in {t.minutes:.0f} minutes of wall-clock time, both models side by side. The
-  draft was trained on the target's predictions, not on the text.
+  master weights; {t.tokens_seen:,} tokens for both models side by side, then {t.draft_tokens_seen:,} for the draft
+  alone, in {t.minutes:.0f} minutes of wall-clock time, whatever else the machine did. The draft was trained on the
+  target's predictions, not on the text.
 
 Measured on the held-out files:
 

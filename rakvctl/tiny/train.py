@@ -149,6 +149,21 @@ def train(target: GPT2LMHeadModel, draft: GPT2LMHeadModel, stream: torch.Tensor,
     target.eval(), draft.eval()
 
 
+def distill(target: GPT2LMHeadModel, draft: GPT2LMHeadModel, stream: torch.Tensor, num_steps: int, seed: int) -> None:
+    """Train the draft alone, in place, now that the target rests."""
+    generator = torch.Generator().manual_seed(seed)
+    student = Learner(draft)
+    started = time.monotonic()
+    for step, batch in enumerate(batches(stream, num_steps, generator)):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = target(input_ids=batch.ids, position_ids=batch.positions).logits.float()
+        student.learn(distillation_loss(student.forward(batch), logits), _PEAK_LR * learning_rate(step, num_steps))
+        if step % 20 == 0 or step == num_steps - 1:
+            speed = (step + 1) * _TOKENS_PER_STEP / (time.monotonic() - started)
+            print(f"draft step {step}/{num_steps} {student.smoothed_loss:.4f} {speed:.0f} tokens/s", flush=True)
+    draft.eval()
+
+
 def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write config, tokenizer and float16 weights; the model in memory then holds the rounded weights too."""
     model.half().float()
@@ -161,7 +176,8 @@ def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, directory: 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tiny"), help="directory to write (default: ./tiny)")
-    parser.add_argument("--steps", type=int, default=2000, help="training steps of 8192 tokens (default: 2000)")
+    parser.add_argument("--steps", type=int, default=1500, help="steps of 8192 tokens for both (default: 1500)")
+    parser.add_argument("--draft-steps", type=int, default=700, help="then steps for the draft alone (default: 700)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     return parser.parse_args()
 
@@ -186,16 +202,18 @@ def main() -> None:
     target = make_model(num_layers=8, num_heads=7, width=224)
     draft = make_model(num_layers=2, num_heads=8, width=256)
     train(target, draft, stream, arguments.steps, arguments.seed)
+    save(target, tokenizer, arguments.out / "target")
+    distill(target, draft, stream, arguments.draft_steps, arguments.seed + 1)
+    save(draft, tokenizer, arguments.out / "draft")
     training = card.Training(
         num_files=len(files.training),
         num_held_out_files=len(files.held_out),
         num_tokens=len(stream),
         tokens_seen=arguments.steps * _TOKENS_PER_STEP,
+        draft_tokens_seen=arguments.draft_steps * _TOKENS_PER_STEP,
         minutes=(time.monotonic() - started) / 60,
         seed=arguments.seed,
     )
-    for model, name in ((target, "target"), (draft, "draft")):
-        save(model, tokenizer, arguments.out / name)
     bytes_per_token = sum(path.stat().st_size for path in files.held_out) / len(held_out)
     quality = card.evaluate(target, draft, held_out, bytes_per_token)
     (arguments.out / "MODEL_CARD.md").write_text(card.render(target, draft, training, quality), encoding="utf-8")
