@@ -27,20 +27,20 @@ ms.
     reuse k clone prefill prefill rounds draft verify mem    ms token   over
  ───────────────────────────────────────────────────────────────────────────
     no    0   0.0     260     0.0     63   0.0    729 0.0   989  15.4      -
-    no    1   0.0     260    52.0     38  93.7    458 0.0   864  13.5   0.37
-    no    2   0.0     260    52.0     29   140    364 0.0   816  12.8   0.45
-    no    4   0.0     260    52.0     23   220    312 0.0   844  13.2   0.57
-    no    6   0.0     260    52.0     21   300    306 0.0   918  14.3   0.65
-    no    8   0.0     260    52.0     20   381    311 0.0  1004  15.7   0.71
+    no    1   0.0     260    52.0     38  91.2    458 0.0   861  13.5   0.37
+    no    2   0.0     260    52.0     29   138    364 0.0   814  12.7   0.43
+    no    4   0.0     260    52.0     23   213    310 0.0   835  13.1   0.57
+    no    6   0.0     260    52.0     21   289    303 0.0   904  14.1   0.65
+    no    8   0.0     260    52.0     20   367    308 0.0   987  15.4   0.70
 
     yes   0  3.00     111     0.0     63   0.0    729 0.0   842  13.2      -
-    yes   1  3.00     111    22.8     38  93.7    458 0.0   688  10.8   0.31
- -> yes   2  3.00     111    22.8     29   140    364 0.0   641  10.0   0.41
-    yes   4  3.00     111    22.8     23   220    312 0.0   668  10.4   0.55
-    yes   6  3.00     111    22.8     21   300    306 0.0   743  11.6   0.63
-    yes   8  3.00     111    22.8     20   381    311 0.0   828  12.9   0.69
+    yes   1  3.00     111    22.8     38  91.2    458 0.0   686  10.7   0.31
+ -> yes   2  3.00     111    22.8     29   138    364 0.0   638  9.97   0.41
+    yes   4  3.00     111    22.8     23   213    310 0.0   660  10.3   0.54
+    yes   6  3.00     111    22.8     21   289    303 0.0   728  11.4   0.63
+    yes   8  3.00     111    22.8     20   367    308 0.0   811  12.7   0.69
 
-Chosen: the stored prefix is reused, 2 drafted a round: 641 ms expected."""
+Chosen: the stored prefix is reused, 2 drafted a round: 638 ms expected."""
 
 
 class Finished(NamedTuple):
@@ -239,7 +239,7 @@ def test_calibrate_writes_a_profile_that_generate_takes(run: Call, tiny_checkpoi
     foreign = run(
         "generate", "hello", "-m", target, "-d", tiny_checkpoint / "draft", "--profile", path, "--threads", "2"
     )
-    assert_error(foreign, 3, "measured with another threads: 1; here it is 2")
+    assert_error(foreign, 3, "measured with another number of threads: 1; here it is 2")
     assert_error(run("generate", "hello", "-m", target, "--profile", path, "--threads", "1"), 3, "another draft")
 
 
