@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.program import own_settings, run
+
+__all__ = ["own_settings", "run"]
+
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("rakvctl", deadline=None)
 settings.load_profile("rakvctl")

@@ -1,22 +1,18 @@
 """`rakvctl explain` and `rakvctl calibrate` from the outside."""
 
-import gc
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-from rakvctl.cli.app import main
 from rakvctl.core.hardware import processor_name
 from rakvctl.core.profile_file import default_path, read_profile, write_profile
 from tests.profiles import toy_profile
+from tests.program import Call, Finished
 
 # Checked by hand: the toy pair's costs are declared, and simple.
 SNAPSHOT = """\
@@ -41,38 +37,6 @@ ms.
     yes   8  3.00     111    22.8     20   367    308 0.0   811  12.7   0.69
 
 Chosen: the stored prefix is reused, 2 drafted a round: 638 ms expected."""
-
-
-class Finished(NamedTuple):
-    code: Any
-    out: str
-    err: str
-
-
-Call = Callable[..., Finished]
-
-
-@pytest.fixture(autouse=True)
-def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings and no profiles of the user's, no colours, and 80 columns."""
-    for name in [name for name in os.environ if name.startswith("RAKVCTL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("COLUMNS", "80")
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(*arguments: str | Path) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["rakvctl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Finished(ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from rakvctl.cli import render
+from rakvctl.cli.bench import bench
 from rakvctl.cli.calibrate import calibrate
 from rakvctl.cli.explain import explain
 from rakvctl.cli.generate_command import generate
@@ -31,7 +32,7 @@ def _until_the_pipe_closes(command: Callable[..., int]) -> Callable[..., int]:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for command in (generate, calibrate, explain):
+for command in (generate, calibrate, explain, bench):
     app.command()(_until_the_pipe_closes(command))
 
 

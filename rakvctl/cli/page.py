@@ -27,7 +27,7 @@ def open_page() -> Iterator[Console]:
 def make_table(title: str, columns: list[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -67,6 +67,7 @@ class HfArm:
                     eos_token_id=self._ends or None,
                     pad_token_id=0,
                     streamer=first_token,
+                    use_cache=True,
                     **self._options,
                 )
             tokens = tuple(output[0, len(task.prompt) :].tolist())

@@ -1,5 +1,6 @@
 """Pictures of what was measured and reckoned. Needs matplotlib, which only the extra `plot` installs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import RakvError
 from rakvctl.core.types import Decision, Features
+from rakvctl.measure.controller import Trial
+from rakvctl.measure.results import ArmSummary
+from rakvctl.measure.sensitivity import SensitivityPoint
 
 _NUM_ALPHAS = 201
 
@@ -40,6 +44,55 @@ def plot_costs(costs: CostModel, features: Features, decision: Decision, path: P
     axes.set_ylim(bottom=0.0)
     axes.legend()
     _save(figure, path)
+
+
+def plot_latency(summaries: Sequence[ArmSummary], folder: Path) -> None:
+    """Draw the speed of each arm against the reference with its interval, one group a workload."""
+    figure, axes = _figure()
+    workloads = list(dict.fromkeys(row.workload for row in summaries))
+    arms = list(dict.fromkeys(row.arm for row in summaries))
+    for place, arm in enumerate(arms):
+        rows = [row for row in summaries if row.arm == arm]
+        at = [workloads.index(row.workload) + (place - len(arms) / 2) * 0.8 / len(arms) for row in rows]
+        speeds = [row.speedup.estimate for row in rows]
+        below = [row.speedup.estimate - row.speedup.low for row in rows]
+        above = [row.speedup.high - row.speedup.estimate for row in rows]
+        axes.errorbar(at, speeds, yerr=[below, above], fmt="o", capsize=3, label=arm)
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set_xticks(range(len(workloads)), workloads, rotation=20, ha="right")
+    axes.set_ylabel("speed against plain decoding")
+    axes.legend()
+    _save_both(figure, folder, "latency")
+
+
+def plot_predictions(trials: Sequence[Trial], folder: Path) -> None:
+    """Draw predicted against actual time of every action of every request."""
+    figure, axes = _figure()
+    actual = [ms for trial in trials for ms in trial.actual_ms.values()]
+    predicted = [trial.predicted_ms[action] for trial in trials for action in trial.actual_ms]
+    axes.loglog(actual, predicted, ".", alpha=0.4)
+    ends = [min(actual), max(actual)]
+    axes.loglog(ends, ends, color="grey", linewidth=1)
+    axes.set(xlabel="actual ms", ylabel="predicted ms")
+    _save_both(figure, folder, "predictions")
+
+
+def plot_sensitivity(points: Sequence[SensitivityPoint], folder: Path) -> None:
+    """Draw measured (solid) and predicted (dotted) cost against alpha, a colour for each k."""
+    figure, axes = _figure()
+    for draft_len in sorted({point.draft_len for point in points}):
+        line = [point for point in points if point.draft_len == draft_len]
+        alphas = [point.alpha for point in line]
+        (drawn,) = axes.plot(alphas, [point.actual_ms for point in line], "-o", label=f"k = {draft_len}")
+        axes.plot(alphas, [point.predicted_ms for point in line], ":", color=drawn.get_color())
+    axes.set(xlabel="alpha: probability that a drafted token is accepted", ylabel="ms")
+    axes.legend()
+    _save_both(figure, folder, "sensitivity")
+
+
+def _save_both(figure: Any, folder: Path, name: str) -> None:
+    for suffix in ("png", "svg"):
+        _save(figure, folder / f"{name}.{suffix}")
 
 
 def _figure() -> tuple[Any, Any]:

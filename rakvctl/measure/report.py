@@ -8,7 +8,10 @@ from typing import Any
 from rakvctl.core.errors import RakvError
 from rakvctl.core.files import replace_file, to_json
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.measure.controller import Summary as ControllerSummary
+from rakvctl.measure.controller import Trial
 from rakvctl.measure.results import ArmSummary
+from rakvctl.measure.sensitivity import Crossover
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -79,6 +82,53 @@ def _write(path: Path, text: str) -> None:
         raise RakvError(f"cannot write {path}: {error.strerror}", "give --output-dir a writable directory") from error
 
 
-def environment(profile: HardwareProfile) -> dict[str, Any]:
-    """The machine and the libraries, for `results.json`."""
-    return asdict(profile.fingerprint)
+def controller_rows(summary: ControllerSummary) -> list[dict[str, str]]:
+    """The figures of the controller study, and the paper's."""
+    within = "no more than 2 % slower than the best"
+    return [
+        _figure("requests, runs", f"{summary.num_cases}, {summary.num_runs}", "-"),
+        _figure("prediction: MAPE", f"{summary.mape_percent:.1f} %", "32.1 %"),
+        _figure("prediction: Spearman", f"{summary.spearman:.3f}", "0.780"),
+        _figure("best k chosen", share(summary.right_k), "100 %"),
+        _figure(f"k {within}", share(summary.right_k_within), "-"),
+        _figure("best action chosen", share(summary.right_action), "83.3 %"),
+        _figure(f"action {within}", share(summary.right_action_within), "-"),
+        _figure("mean regret", f"{summary.mean_regret:.2%}", "0.32 %"),
+        _figure("speed against plain decoding, mean", f"{summary.mean_gain_over_plain:.2f}", "-"),
+    ]
+
+
+def _figure(name: str, here: str, paper: str) -> dict[str, str]:
+    return {"figure": name, "here": here, "paper": paper}
+
+
+def trial_record(trial: Trial) -> dict[str, Any]:
+    """One request of the controller study."""
+    return {
+        "prompt_tokens": len(trial.case.prompt),
+        "max_new_tokens": trial.case.max_new_tokens,
+        "stored_tokens": len(trial.case.stored or ()),
+        "alpha": trial.decision.alpha,
+        "chosen": asdict(trial.decision.action),
+        "actions": [
+            {**asdict(action), "actual_ms": ms, "predicted_ms": trial.predicted_ms[action]}
+            for action, ms in trial.actual_ms.items()
+        ],
+    }
+
+
+def crossover_rows(found: Sequence[Crossover]) -> list[dict[str, str]]:
+    """Measured and predicted crossover of each k."""
+    return [
+        {
+            "k": str(row.draft_len),
+            "measured": _alpha(row.measured),
+            "predicted": _alpha(row.predicted),
+            "apart": "-" if row.measured is None or row.predicted is None else f"{row.predicted - row.measured:+.2f}",
+        }
+        for row in found
+    ]
+
+
+def _alpha(value: float | None) -> str:
+    return "never" if value is None else f"{value:.2f}"

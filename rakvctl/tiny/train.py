@@ -167,7 +167,7 @@ def distill(target: GPT2LMHeadModel, draft: GPT2LMHeadModel, stream: torch.Tenso
 def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write config, tokenizer and float16 weights; the model in memory then holds the rounded weights too."""
     model.half().float()
-    model.config.use_cache = True
+    model.config.use_cache = model.generation_config.use_cache = True
     model.half().save_pretrained(directory)
     model.float()
     tokenizer.save_pretrained(directory)

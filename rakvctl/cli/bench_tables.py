@@ -1,0 +1,51 @@
+"""The summary of a benchmark as a person takes it in at once."""
+
+from collections.abc import Mapping, Sequence
+
+from rakvctl.cli.page import make_table, open_page
+from rakvctl.measure.bench import REFERENCE
+from rakvctl.measure.report import number, share
+from rakvctl.measure.results import ArmSummary, Change
+
+
+def show_baselines(summaries: Sequence[ArmSummary], overhead_ms: float) -> None:
+    """One table a workload, the fastest arm marked, and whether all outputs are equal."""
+    with open_page() as page:
+        for workload in dict.fromkeys(row.workload for row in summaries):
+            rows = [row for row in summaries if row.workload == workload]
+            fastest = max(rows, key=lambda row: row.speedup.estimate)
+            columns = ["arm", "total\nms", "first\nms", "tokens\n/s", f"speed against {REFERENCE}", "acc.", "reused"]
+            table = make_table(f"{workload}, {rows[0].num_samples} prompts", columns)
+            for row in rows:
+                interval = f"{row.speedup.estimate:.2f} ({row.speedup.low:.2f}-{row.speedup.high:.2f})"
+                table.add_row(
+                    row.arm, f"{row.total_ms:.0f}", number(row.ttft_ms), f"{row.tokens_per_s:.0f}", interval,
+                    share(row.draft_acceptance_rate), share(row.reused_share),
+                    style="bold green" if row is fastest else "",
+                )  # fmt: skip
+            page.print(table)
+        unequal = sum(row.num_unequal for row in summaries if row.workload != "all")
+        page.print(
+            f"{unequal or 'No'} outputs differ from plain decoding's. Own time beside the arms': {overhead_ms:.2f} ms."
+        )
+
+
+def show_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """A plain table."""
+    table = make_table(title, list(rows[0]))
+    for row in rows:
+        table.add_row(*row.values())
+    with open_page() as page:
+        page.print(table)
+
+
+def show_changes(changes: Sequence[Change]) -> None:
+    """What changed between two results, and whether that is more than noise."""
+    table = make_table("Time of the second over the first", ["workload", "arm", "ratio", "verdict"])
+    for change in changes:
+        verdict = "slower" if change.ratio.low > 1.0 else "faster" if change.ratio.high < 1.0 else "noise"
+        interval = f"{change.ratio.estimate:.3f} ({change.ratio.low:.3f}-{change.ratio.high:.3f})"
+        style = {"slower": "bold red", "faster": "bold green"}.get(verdict, "")
+        table.add_row(change.workload, change.arm, interval, verdict, style=style)
+    with open_page() as page:
+        page.print(table)

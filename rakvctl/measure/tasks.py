@@ -1,0 +1,68 @@
+"""From workloads to tasks: prompts as tokens, and how much of each is stored before it comes."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from rakvctl.core.errors import RequestError
+from rakvctl.core.store import BUCKET_TOKENS
+from rakvctl.core.text import TextCodec
+from rakvctl.measure.arms import Task
+from rakvctl.measure.bench import BenchPrompt
+from rakvctl.measure.workloads import Content, Workload
+
+# Nothing is stored; a longer or shorter part of the prompt is, as where prompts share a beginning; all of it is.
+HITS = ("cold", "shared", "exact")
+_SHARED_PART = 0.75
+
+
+def make_tasks(
+    codec: TextCodec, workloads: Sequence[Workload], hits: Sequence[str], max_new_tokens: int, max_positions: int | None
+) -> Iterator[BenchPrompt]:
+    """Every prompt under every kind of hit; prompts that do not fit the model with what follows them are left out."""
+    for workload in workloads:
+        for prompt_id, content in workload.prompts:
+            prompt = encode(codec, content)
+            if max_positions is not None and len(prompt) + max_new_tokens > max_positions:
+                continue
+            for hit in hits:
+                stored = stored_part(prompt, hit)
+                if hit == "cold" or stored is not None:
+                    yield BenchPrompt(f"{workload.name} {hit}", prompt_id, Task(prompt, max_new_tokens, stored))
+
+
+def encode(codec: TextCodec, content: Content) -> tuple[int, ...]:
+    """Tokens of a text or a chat; a model without a chat template reads the messages one after another."""
+    if isinstance(content, str):
+        return codec.encode_prompt(content)
+    if codec.has_chat_template:
+        return codec.encode_chat(content)
+    return codec.encode("\n\n".join(message["content"] for message in content))
+
+
+def stored_part(prompt: tuple[int, ...], hit: str) -> tuple[int, ...] | None:
+    """What is stored before the prompt comes; None where that is nothing, or too short to be stored."""
+    if hit == "cold":
+        return None
+    stored = prompt if hit == "exact" else prompt[: round(_SHARED_PART * len(prompt))]
+    return stored if len(stored) >= BUCKET_TOKENS else None
+
+
+def controller_tasks(codec: TextCodec, workloads: Sequence[Workload], num_tasks: int, seed: int) -> Iterator[Task]:
+    """A grid of prompt lengths from 32 to 1,000 tokens, 16 to 96 new tokens, and kinds of hit.
+
+    Prompts are cut from the workloads' texts, joined where one alone is too short. Raises RequestError where there is
+    none.
+    """
+    rng = random.Random(seed)  # noqa: S311 - not for secrets
+    texts = [content for workload in workloads for _, content in workload.prompts]
+    if not texts:
+        raise RequestError("the workloads hold no prompt", "raise --limit, or give another workload")
+    for number in range(num_tasks):
+        length = round(32 * (1000 / 32) ** rng.random())
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += encode(codec, rng.choice(texts))
+        prompt = tuple(ids[:length])
+        shared = rng.randint(BUCKET_TOKENS + 1, length)
+        stored = {"cold": None, "shared": prompt[:shared], "exact": prompt}[HITS[number % len(HITS)]]
+        yield Task(prompt, rng.randint(16, 96), stored)

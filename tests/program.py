@@ -1,0 +1,44 @@
+"""The program `rakvctl` run in this process, with nobody's settings."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rakvctl.cli.app import main
+
+
+class Finished(NamedTuple):
+    code: Any
+    out: str
+    err: str
+
+
+Call = Callable[..., Finished]
+
+
+@pytest.fixture
+def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No settings and no profiles of the user's, no colours, and 80 columns."""
+    for name in [name for name in os.environ if name.startswith("RAKVCTL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "80")
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.fixture
+def run(own_settings: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: str | Path) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["rakvctl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Finished(ended.value.code, *capsys.readouterr())
+
+    return run

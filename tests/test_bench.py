@@ -1,0 +1,248 @@
+"""The benchmark: its statistics, its fairness, and that it fails where an output differs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rakvctl.core.backends.fake import VirtualClock
+from rakvctl.core.errors import RequestError, UsageError
+from rakvctl.core.types import Action
+from rakvctl.measure import report
+from rakvctl.measure.arms import Arm, Outcome, PolicyArm, Task
+from rakvctl.measure.bench import Bench, BenchPrompt, Sample
+from rakvctl.measure.controller import ControllerStudy, summarize
+from rakvctl.measure.results import compare, sample_record
+from rakvctl.measure.results import summarize as summarize_samples
+from rakvctl.measure.sensitivity import crossovers, sensitivity
+from rakvctl.measure.statistics import mape_percent, ratio_interval, spearman
+from rakvctl.measure.tasks import controller_tasks, make_tasks, stored_part
+from rakvctl.measure.workloads import Workload, load_workload, names
+from tests.profiles import toy_pair, toy_profile
+from tests.workloads import data_folder
+
+PROMPT = tuple(range(20))
+
+
+class ScriptedArm:
+    """Takes a given time for each task, on a virtual clock, and emits given tokens."""
+
+    def __init__(self, name: str, clock: VirtualClock, ms: float, tokens: tuple[int, ...] = (1, 2, 3)) -> None:
+        self.name = name
+        self.log: list[str] = []
+        self._clock = clock
+        self._ms = ms
+        self._tokens = tokens
+
+    def prepare(self, task: Task) -> Callable[[], Outcome]:
+        def serve() -> Outcome:
+            self.log.append(self.name)
+            self._clock.advance(self._ms)
+            return Outcome(token_ids=self._tokens, total_ms=self._ms, ttft_ms=self._ms / 2)
+
+        return serve
+
+
+def run(arms: list[Arm], clock: VirtualClock, num_prompts: int = 3, repeats: int = 1) -> tuple[Bench, list[Sample]]:
+    bench = Bench(arms, repeats=repeats, seed=0, clock=clock)
+    prompts = [BenchPrompt("toy", str(number), Task(PROMPT, 3)) for number in range(num_prompts)]
+    return bench, list(bench.run(prompts))
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says() -> None:
+    """Paired samples whose true ratio is 1.2: of 300 intervals of 95 % about 285 hold it."""
+    rng = np.random.default_rng(1)
+    covered = 0
+    for seed in range(300):
+        theirs = rng.lognormal(4.0, 0.5, 30)
+        ours = theirs * 1.2 * rng.lognormal(0.0, 0.1, 30)
+        interval = ratio_interval(list(ours), list(theirs), seed=seed)
+        covered += interval.low <= 1.2 <= interval.high
+    assert 270 <= covered <= 297
+
+
+def test_pairing_removes_what_prompts_differ_by() -> None:
+    theirs = [10.0, 100.0, 1000.0]
+    interval = ratio_interval([2 * ms for ms in theirs], theirs)
+    assert (interval.estimate, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_twice_as_fast_and_half_as_fast_cancel_out() -> None:
+    assert ratio_interval([2.0, 1.0], [1.0, 2.0]).estimate == pytest.approx(1.0)
+
+
+def test_rank_correlation_shares_the_ranks_of_ties() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # Ranks 0, 1.5, 1.5, 3 against 0, 1, 2, 3.
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)
+    assert spearman([1, 1], [5, 5]) == 1.0
+    assert spearman([1, 1], [5, 6]) == 0.0
+    assert mape_percent([110.0, 90.0], [100.0, 100.0]) == pytest.approx(10.0)
+
+
+def test_arms_take_turns_in_an_order_that_changes_and_repeats_by_seed() -> None:
+    clock, order = VirtualClock(), []
+    arms = [ScriptedArm(name, clock, 1.0) for name in ("ar", "b", "c")]
+    for arm in arms:
+        arm.log = order
+    run([*arms], clock, num_prompts=12)
+    rounds = [tuple(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert all(sorted(round_) == ["ar", "b", "c"] for round_ in rounds)
+    assert len(set(rounds)) > 1
+    first = list(order)
+    order.clear()
+    run([*arms], clock, num_prompts=12)
+    assert order == first
+
+
+def test_an_output_that_differs_is_found_with_its_position() -> None:
+    clock = VirtualClock()
+    arms: list[Arm] = [
+        ScriptedArm("ar", clock, 1.0),
+        ScriptedArm("wrong", clock, 1.0, (1, 9, 3)),
+        ScriptedArm("short", clock, 1.0, (1, 2)),
+    ]
+    bench, samples = run(arms, clock, num_prompts=1)
+    assert {sample.arm: sample.equal for sample in samples} == {"ar": True, "wrong": False, "short": False}
+    found = {mismatch.arm: (mismatch.position, mismatch.token, mismatch.expected) for mismatch in bench.mismatches}
+    assert found == {"wrong": (1, 9, 2), "short": (2, None, 3)}
+
+
+def test_a_summary_compares_prompt_by_prompt_with_plain_decoding() -> None:
+    clock = VirtualClock()
+    _, samples = run([ScriptedArm("ar", clock, 30.0), ScriptedArm("fast", clock, 20.0)], clock, repeats=2)
+    plain, fast = summarize_samples(samples)
+    assert (plain.arm, plain.speedup.estimate, plain.num_samples) == ("ar", pytest.approx(1.0), 6)
+    assert (fast.arm, fast.speedup.estimate, fast.total_ms, fast.ttft_ms) == ("fast", pytest.approx(1.5), 20.0, 10.0)
+    assert fast.tpot_ms == pytest.approx(5.0)
+    assert fast.tokens_per_s == pytest.approx(150.0)
+    assert fast.draft_acceptance_rate is None
+    assert fast.num_unequal == 0
+
+
+def write_results(path: Path, ms: float) -> Path:
+    clock = VirtualClock()
+    _, samples = run([ScriptedArm("ar", clock, ms)], clock, num_prompts=8)
+    report.write_json(path, {"samples": [sample_record(sample) for sample in samples]})
+    return path
+
+
+def test_two_results_are_compared_beyond_noise(tmp_path: Path) -> None:
+    before, after = write_results(tmp_path / "a.json", 10.0), write_results(tmp_path / "b.json", 12.0)
+    (change,) = compare(before, after)
+    assert change.ratio.estimate == pytest.approx(1.2)
+    assert change.is_beyond_noise
+    assert not compare(before, before)[0].is_beyond_noise
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [{"arm": "ar"}]}', '{"samples": 5}'])
+def test_what_holds_no_results_cannot_be_compared(text: str, tmp_path: Path) -> None:
+    good, bad = write_results(tmp_path / "a.json", 10.0), tmp_path / "b.json"
+    bad.write_text(text)
+    with pytest.raises(UsageError, match=r"b\.json holds no results"):
+        compare(good, bad)
+    with pytest.raises(UsageError, match="cannot read"):
+        compare(good, tmp_path / "absent.json")
+    report.write_json(bad, {"samples": []})
+    with pytest.raises(UsageError, match="in common"):
+        compare(good, bad)
+
+
+@pytest.mark.parametrize("policy", ["ar", "kv", "spec-4", "joint-4", "rakv"])
+def test_every_policy_starts_from_what_the_task_says_is_stored(policy: str) -> None:
+    """Nothing of an earlier task is reused: repeats would make the benchmark about hits."""
+    clock = VirtualClock()
+    pair = toy_pair(clock)
+    arm = PolicyArm(pair, policy, toy_profile(), clock)
+    cold = [arm.prepare(Task(PROMPT, 8))() for _ in range(2)]
+    assert [outcome.reused_tokens for outcome in cold] == [0, 0]
+    assert cold[0].token_ids == cold[1].token_ids
+    warm = arm.prepare(Task(PROMPT, 8, stored=PROMPT))()
+    assert warm.token_ids == cold[0].token_ids
+    assert warm.reused_tokens == (0 if policy in ("ar", "spec-4") else len(PROMPT))
+
+
+def test_the_controller_is_judged_by_every_action_it_could_have_taken() -> None:
+    """On a virtual clock and with prompts that draft nothing, the choice is the best and the prediction comes true."""
+    clock = VirtualClock()
+    pair = toy_pair(clock, with_draft=False)
+    study = ControllerStudy(pair, toy_profile(with_draft=False), repeats=1, seed=0, clock=clock)
+    tasks = [Task(PROMPT, 12), Task(PROMPT, 12, stored=PROMPT[:17]), Task(PROMPT, 12, stored=PROMPT)]
+    trials = list(study.run(tasks))
+    assert [len(trial.actual_ms) for trial in trials] == [1, 2, 2]
+    assert [trial.decision.action for trial in trials] == [Action(False, 0), Action(True, 0), Action(True, 0)]
+    summary = summarize(trials)
+    assert summary.right_k == summary.right_action == 1.0
+    assert summary.mean_regret == 0.0
+    assert summary.mape_percent < 1.0
+
+
+def test_the_measured_crossover_is_the_predicted_one_on_a_virtual_clock() -> None:
+    clock = VirtualClock()
+    prompts = [tuple((7 * index + shift) % 32 for index in range(40)) for shift in range(12)]
+    points = sensitivity(toy_pair(clock), toy_profile(), prompts, 48, seed=0, clock=clock, on_progress=lambda _: None)
+    assert {point.alpha for point in points} == {step / 10 for step in range(1, 11)}
+    for found in crossovers(points):
+        assert found.measured is not None
+        assert found.predicted is not None
+        assert abs(found.measured - found.predicted) < 0.1
+
+
+def test_the_shared_part_of_a_prompt_is_stored_if_it_is_long_enough() -> None:
+    prompt = tuple(range(100))
+    assert stored_part(prompt, "cold") is None
+    assert stored_part(prompt, "shared") == prompt[:75]
+    assert stored_part(prompt, "exact") == prompt
+    assert stored_part(prompt[:15], "exact") is None
+    assert stored_part(prompt[:20], "shared") is None
+
+
+def test_prompts_that_do_not_fit_are_left_out() -> None:
+    codec = toy_pair(VirtualClock()).codec
+    workload = Workload("toy", (("short", "x" * 30), ("long", "x" * 100)))
+    prompts = list(make_tasks(codec, [workload], ["cold", "exact"], 10, 64))
+    assert [(prompt.workload, prompt.id) for prompt in prompts] == [("toy cold", "short"), ("toy exact", "short")]
+
+
+def test_the_own_workload_needs_no_files_and_reads_on_any_model() -> None:
+    own = load_workload("mixed", None, None)
+    assert len(own.prompts) == 10
+    assert {prompt_id.split("/")[0] for prompt_id, _ in own.prompts} == {"prose", "code", "edit", "chat"}
+    codec = toy_pair(VirtualClock()).codec
+    assert len(list(make_tasks(codec, [own], ["cold"], 8, None))) == 10
+    assert len(load_workload("mixed", None, 3).prompts) == 3
+
+
+def test_workloads_with_names_come_from_the_folder() -> None:
+    folder = data_folder()
+    for name in names()[1:]:
+        workload = load_workload(name, folder, 4)
+        assert len(workload.prompts) == 4
+        assert all(content and isinstance(content, str) for _, content in workload.prompts)
+
+
+def test_a_workload_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no workload nonsense"):
+        load_workload("nonsense", tmp_path, None)
+    with pytest.raises(UsageError, match="needs its files"):
+        load_workload("humaneval", None, None)
+    with pytest.raises(UsageError, match="is not in"):
+        load_workload("humaneval", tmp_path, None)
+
+
+def test_the_controllers_tasks_have_the_lengths_of_the_study() -> None:
+    codec = toy_pair(VirtualClock()).codec
+    tasks = list(controller_tasks(codec, [load_workload("mixed", None, None)], 60, seed=3))
+    assert all(32 <= len(task.prompt) <= 1000 and 16 <= task.max_new_tokens <= 96 for task in tasks)
+    assert [task.stored is None for task in tasks[:3]] == [True, False, False]
+    assert tasks[2].stored == tasks[2].prompt
+    with pytest.raises(RequestError, match="no prompt"):
+        list(controller_tasks(codec, [], 3, seed=0))
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    report.write_json(tmp_path / "x.json", {"value": float("nan"), "list": [(1.0, float("nan"))]})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"value": None, "list": [[1.0, None]]}
