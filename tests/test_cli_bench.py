@@ -24,9 +24,8 @@ def bench(run: Call, tiny_checkpoint: Path, profile_path: Path, tmp_path: Path) 
     if not profile_path.exists():
         assert run("calibrate", *models, "--repeats", "1", "-o", profile_path).code == 0
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        '{"id": "one", "prompt": "a prompt of some length, and more of it"}\n{"prompt": "and another one, longer than a few words"}\n'
-    )
+    texts = {"one": "a prompt of some length, and more of it", "two": "and another one, longer than a few words"}
+    prompts.write_text("".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in texts.items()))
     common = (*models, "--profile", profile_path, "-w", prompts, "-n", "5", "--output-dir", tmp_path / "out")
 
     def run_bench(*arguments: str | Path) -> Finished:
@@ -52,7 +51,7 @@ def test_all_arms_serve_all_prompts_and_agree(bench: Call, tmp_path: Path) -> No
     names = "workload prompt_id arm repeat prompt_tokens completion_tokens total_ms ttft_ms equal"
     assert set(sample) >= set(names.split())
     assert all(sample["equal"] and sample["completion_tokens"] == 5 for sample in content["samples"])
-    assert {sample["prompt_id"] for sample in content["samples"]} == {"one", "2"}
+    assert {sample["prompt_id"] for sample in content["samples"]} == {"one", "two"}
     assert {"environment", "profile", "summary"} <= set(content)
     assert "| prompts.jsonl cold | ar |" in (tmp_path / "out" / "report.md").read_text()
     assert {path.name for path in (tmp_path / "out").glob("latency.*")} == {"latency.png", "latency.svg"}

@@ -77,9 +77,15 @@ def _agreement_on_continuations(
     num_prompts = min(128, len(stream) // 1024)
     starts = torch.linspace(0, len(stream) - _PROMPT_TOKENS - 1, num_prompts).long()[:, None]
     prompts = stream[starts + torch.arange(_PROMPT_TOKENS)]
-    ids = prompts
-    for _ in range(_CONTINUATION_TOKENS):
-        ids = torch.cat([ids, target(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    ids = target.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=_CONTINUATION_TOKENS,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     guesses = draft(input_ids=ids[:, :-1]).logits.argmax(-1)[:, _PROMPT_TOKENS - 1 :]
     return (guesses == ids[:, _PROMPT_TOKENS:]).float().mean().item(), num_prompts
 
