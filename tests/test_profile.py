@@ -657,3 +657,11 @@ def test_a_damaged_profile_of_another_pair_is_not_in_the_way(damaged: bytes | No
     bad = profile_directory() / "newer.yaml"
     bad.mkdir() if damaged is None else bad.write_bytes(damaged)
     assert find_profile(here.target, here.draft, here.processor) == good
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+def test_the_profiles_in_the_repository_are_good_examples(name: str) -> None:
+    (path,) = (Path(__file__).parents[1] / "profiles").glob(f"{name}_*.yaml")
+    profile = read_profile(path)
+    assert profile.fingerprint.target == name
+    assert profile.fit.num_probes > 0
