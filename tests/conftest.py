@@ -14,6 +14,12 @@ settings.register_profile("rakvctl", deadline=None)
 settings.load_profile("rakvctl")
 
 
+@pytest.fixture(autouse=True)
+def no_profile_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests measure is kept for this run only."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `target` and `draft`: random GPT-2s of 256 positions, both with one byte-level tokenizer.
