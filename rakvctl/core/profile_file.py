@@ -77,6 +77,9 @@ def _plain(value: Any) -> Any:
 
 def read_profile(path: Path) -> HardwareProfile:
     """Read and check a profile. Raises ProfileError that says what is wrong with it."""
+    if path.exists() and not path.is_file():
+        # A device may never end.
+        raise ProfileError(f"cannot read the profile {path}: it is no regular file", _MEND)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
