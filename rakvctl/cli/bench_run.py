@@ -148,8 +148,9 @@ def _sensitivity(
             _endless(pair), profile, prompts[: options.limit], options.max_new_tokens,
             seed=options.seed, clock=time.perf_counter, on_progress=lambda share: on_progress("running", share),
         )  # fmt: skip
-    rows = report.crossover_rows(crossovers(points))
-    record = {"summary": [asdict(row) for row in crossovers(points)], "samples": [asdict(point) for point in points]}
+    found = crossovers(points)
+    rows = report.crossover_rows(found)
+    record = {"summary": [asdict(row) for row in found], "samples": [asdict(point) for point in points]}
     _write(options, profile, record, {"Sensitivity": rows})
     if options.plot:
         plots.plot_sensitivity(points, options.output_dir)

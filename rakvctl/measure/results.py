@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +143,3 @@ def _times(path: Path) -> dict[tuple[str, str, str], list[float]]:
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} holds no results", "give the results.json of two runs") from error
     return times
-
-
-def summary_records(summaries: Sequence[ArmSummary]) -> list[dict[str, Any]]:
-    """For `results.json`."""
-    return [asdict(summary) for summary in summaries]
