@@ -171,9 +171,7 @@ def _from_file(name: str, limit: int) -> "Workload":
 
     prompts = []
     for prompt in islice(inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams()).prompts, limit):
-        if isinstance(prompt, inputs.BadPrompt):
-            raise prompt.error
-        prompts.append((str(prompt.id), prompt.content))
+        prompts.append((str(prompt.id), inputs.readable(prompt).content))
     return Workload(Path(name).name, tuple(prompts))
 
 

@@ -89,7 +89,8 @@ def calibrate(
     gc.freeze()
     if check:
         return _check(pair, profile, budget, as_json)
-    encoded = [_encode(prompt, pair) for prompt in source.prompts] if source else []
+    readable = map(inputs.readable, source.prompts) if source else ()
+    encoded = [inputs.encode(prompt.content, pair.codec, None) for prompt in readable]
     seconds = _QUICK_SECONDS if quick else budget or _BUDGET_SECONDS
     return _measure(pair, encoded, seconds, repeats, out, as_json)
 
@@ -154,9 +155,3 @@ def _check(pair: "ModelPair", name: str, budget: float | None, as_json: bool) ->
             "measure anew with: rakvctl calibrate",
         )
     return _STALE if stale else 0
-
-
-def _encode(prompt: inputs.Prompt | inputs.BadPrompt, pair: "ModelPair") -> tuple[int, ...]:
-    if isinstance(prompt, inputs.BadPrompt):
-        raise prompt.error
-    return inputs.encode(prompt.content, pair.codec, None)

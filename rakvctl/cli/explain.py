@@ -135,10 +135,7 @@ def _features(profile: HardwareProfile, num_tokens: int, cached: int, max_new_to
 def _content(argument: str | None, sampling: SamplingParams) -> inputs.Content:
     """The one prompt to explain, from the argument or from stdin."""
     source = inputs.open_prompts(argument, [], InputFormat.TEXT, sampling)
-    prompt = next(source.prompts)
-    if isinstance(prompt, inputs.BadPrompt):
-        raise prompt.error
-    return prompt.content
+    return inputs.readable(next(source.prompts)).content
 
 
 def _plan(

@@ -88,6 +88,13 @@ def file_status(stream: IO[Any]) -> os.stat_result | None:
     return status if stat.S_ISREG(status.st_mode) else None
 
 
+def readable(prompt: Prompt | BadPrompt) -> Prompt:
+    """The prompt, where all of them are needed. Raises a bad line's error."""
+    if isinstance(prompt, BadPrompt):
+        raise prompt.error
+    return prompt
+
+
 def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, ...]:
     """Token ids of a prompt, through the chat template if it is a chat or is to be one.
 
