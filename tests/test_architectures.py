@@ -54,14 +54,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def pack_small_layers_too() -> Iterator[None]:
-    """The models here are too small for packing to pay; packed all the same, they are computed like large ones."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(packed, "_MIN_WEIGHTS", 1)
-        yield
-
-
 def load_noting(
     target: Path, policy: str, draft: Path | None = None, dtype: str = "float32"
 ) -> tuple[Runtime, list[str]]:
@@ -464,14 +456,6 @@ def test_a_packed_model_computes_what_the_plain_one_does(architecture: str) -> N
     packed.pack_linears(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-4, rtol=0)
-
-
-@needs_packing
-def test_layers_too_small_to_gain_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_MIN_WEIGHTS", 48 * 64)
-    model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 47), nn.Linear(47, 48), nn.Linear(64, 64))
-    packed.pack_linears(model)
-    assert [type(layer) for layer in model] == [packed.PackedLinear, nn.Linear, nn.Linear, packed.PackedLinear]
 
 
 @needs_packing

@@ -4,9 +4,6 @@ from collections.abc import Callable, Sequence
 
 from rakvctl.core.seams import Backend, EngineInfo, KVSnapshot, Logits
 
-# A prompt goes through the model in pieces, so that the memory of a pass does not grow with the prompt.
-_PREFILL_CHUNK_TOKENS = 2048
-
 
 class Engine:
     """The target or the draft model. `length` positions are cached; every verb appends to them or removes some."""
@@ -57,8 +54,8 @@ class Engine:
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
         """Append prompt tokens (at least one); return the logits of the next token, [1, vocab_size]."""
-        # Recurrent models take a prompt in one pass: their passes over several tokens begin from an empty state.
-        chunk = _PREFILL_CHUNK_TOKENS if self.can_rollback else len(token_ids)
+        # In pieces, so that the memory of a pass does not grow with the prompt.
+        chunk = self._backend.prefill_chunk_tokens or len(token_ids)
         last_chunk = (len(token_ids) - 1) // chunk * chunk
         for start in range(0, last_chunk, chunk):
             self._backend.forward(token_ids[start : start + chunk], num_logits=1)

@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rakvctl.core.seams import KVSnapshot
 
-# Buffers grow by whole blocks, so that a few more tokens do not copy everything.
-_BLOCK_TOKENS = 256
+# Buffers grow by whole blocks, so that a few more tokens do not copy everything. It is also how many keys the fused
+# CPU attention works through at a time.
+BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys = _empty_like(key_states, self._cache.capacity)
-        self.values = _empty_like(value_states, self._cache.capacity)
+        self.keys = _zeros_like(key_states, self._cache.capacity)
+        self.values = _zeros_like(value_states, self._cache.capacity)
         self.is_initialized = True
 
     def update(
@@ -58,10 +59,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        visible, _ = self.get_mask_sizes(key_states.shape[-2])
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length + query_length, 0
+        length = self._cache.length + query_length
+        return (padded_length(length) if self._cache.pads_keys else length), 0
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -73,14 +76,19 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """Move the first `length` positions into larger buffers."""
         if self.is_initialized:
             keys, values = self.keys, self.values
-            self.keys, self.values = _empty_like(keys, capacity), _empty_like(values, capacity)
+            self.keys, self.values = _zeros_like(keys, capacity), _zeros_like(values, capacity)
             self.keys[:, :, :length] = keys[:, :, :length]
             self.values[:, :, :length] = values[:, :, :length]
 
 
-def _empty_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
+def _zeros_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
     batch, num_heads, _, head_dim = states.shape
-    return states.new_empty((batch, num_heads, capacity, head_dim))
+    return states.new_zeros((batch, num_heads, capacity, head_dim))
+
+
+def padded_length(num_tokens: int) -> int:
+    """`num_tokens` rounded up to whole blocks."""
+    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 class TorchKVCache(Cache):  # type: ignore[misc]
@@ -89,16 +97,18 @@ class TorchKVCache(Cache):  # type: ignore[misc]
     A forward pass writes behind `length` and `commit` then moves `length`, so a pass that fails leaves no trace.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, pads_keys: bool = False) -> None:
+        """`pads_keys`: hand out whole blocks of keys and values, zeros or stale ones behind those that count."""
+        self.pads_keys = pads_keys
         self.length = 0
-        self.capacity = _BLOCK_TOKENS
+        self.capacity = BLOCK_TOKENS
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` positions, keeping what is there."""
         if num_tokens > self.capacity:
-            self.capacity = -(-num_tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS
+            self.capacity = padded_length(num_tokens)
             for layer in self.layers:
                 layer.grow(self.capacity, self.length)
 

@@ -101,6 +101,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """How many tokens of a prompt a pass takes best, or None where a prompt must go through in one."""
+        ...
+
+    @property
     def info(self) -> EngineInfo: ...
 
     def free_bytes(self) -> int | None:

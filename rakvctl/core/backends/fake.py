@@ -128,6 +128,7 @@ class FakeBackend:
     """
 
     can_rollback = True
+    prefill_chunk_tokens = 2048
 
     def __init__(
         self,

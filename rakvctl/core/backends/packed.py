@@ -3,6 +3,8 @@
 PyTorch's own float32 path reads a row-major weight matrix through general matrix routines, which for a handful of rows
 are several times slower than reading the weights once. Packing reorders each matrix once, at load, into the blocked
 layout that oneDNN computes with. Passes of one to nine positions, which is what decoding consists of, gain most.
+And its kernels add up a row's products in one order whatever the number of rows, which PyTorch's own path does not: a
+token's logits are the same, bit for bit, in a pass of any width. (See `invariant` for the other half of that.)
 """
 
 import platform
@@ -15,8 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 # The layout is chosen for this many rows; the kernels accept any number.
 _ROWS_HINT = 4
-# Below this many weights the call costs more than the layout saves on a single row.
-_MIN_WEIGHTS = 2**17
 
 
 class PackedLinear(nn.Module):
@@ -28,11 +28,22 @@ class PackedLinear(nn.Module):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self._bias = bias
         self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._doubles_single_row = self._adds_single_rows_otherwise(weight.shape[1])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Map [..., in_features] to [..., out_features]."""
+        """Map [1, positions, in_features] to [1, positions, out_features]."""
+        if self._doubles_single_row and states.shape[-2] == 1:
+            return self._map(states.expand(-1, 2, -1))[:, :1]
+        return self._map(states)
+
+    def _map(self, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
         return output
+
+    def _adds_single_rows_otherwise(self, in_features: int) -> bool:
+        """Whether a row alone comes out different in its last bits: some shapes have a kernel of their own for it."""
+        rows = torch.randn(1, 2, in_features, generator=torch.Generator().manual_seed(0))
+        return not torch.equal(self._map(rows)[:, :1], self._map(rows[:, :1]))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -71,15 +82,11 @@ def _stored_tensor(folder: Path, name: str) -> torch.Tensor | None:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> None:
-    """Replace the larger linear layers of a model in place, one after another, so that only one is ever held twice.
+    """Replace the linear layers of a model in place, one after another, so that only one is ever held twice.
 
     The output layer stays double where it shares its matrix with the embedding, which needs the rows as they are.
     """
-    linears = [
-        name
-        for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module.weight.numel() >= _MIN_WEIGHTS
-    ]
+    linears = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     for name in linears:
         parent = model.get_submodule(name.rpartition(".")[0])
         module = getattr(parent, name.rpartition(".")[2])

@@ -11,10 +11,13 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from rakvctl.core.backends.invariant import INVARIANT_ATTENTION
 from rakvctl.core.errors import ModelError
 from rakvctl.core.hardware import free_memory_bytes
-from rakvctl.core.kv import TorchKVCache
+from rakvctl.core.kv import BLOCK_TOKENS, TorchKVCache
 from rakvctl.core.seams import EngineInfo, KVCache, KVSnapshot
+
+_DEVICE_PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class TorchBackend:
         self.model_key = model_key
         self.can_rollback = keeps_all_positions(model.config)
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self._cache = TorchKVCache(num_layers) if self.can_rollback else ForwardOnlyCache(model)
+        pads_keys = model.config._attn_implementation == INVARIANT_ATTENTION
+        self._cache = TorchKVCache(num_layers, pads_keys) if self.can_rollback else ForwardOnlyCache(model)
 
     @property
     def cache(self) -> KVCache:
@@ -92,6 +96,16 @@ class TorchBackend:
         """The number of positions the model was made for, where its config says so."""
         limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """Whole blocks of keys on a CPU, which then skips those that a causal mask hides; more where passes are cheap.
+
+        Recurrent models take a prompt in one pass: their passes over several tokens begin from an empty state.
+        """
+        if not self.can_rollback:
+            return None
+        return BLOCK_TOKENS if self._model.device.type == "cpu" else _DEVICE_PREFILL_TOKENS
 
     @property
     def info(self) -> EngineInfo:

@@ -1,0 +1,95 @@
+"""Why policies agree to the token in float32 on a CPU: a position's logits have the same bits in whatever pass."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig
+
+from rakvctl.core.backends import packed
+from rakvctl.core.backends.invariant import INVARIANT_ATTENTION
+from rakvctl.core.backends.torch_load import load_backend
+from rakvctl.core.engine import Engine
+from rakvctl.core.errors import ModelError
+from rakvctl.core.kv import BLOCK_TOKENS
+from rakvctl.core.models import ModelFiles, find_model
+from tests.checkpoints import VOCAB_SIZE, build_checkpoint, save_checkpoint
+
+# Short, in the stretch where a shorter multiplication would be cut otherwise, on both sides of a block's end, beyond.
+CONTEXTS = [1, 30, 201, 300, BLOCK_TOKENS - 6, BLOCK_TOKENS, 777, 2 * BLOCK_TOKENS - 3]
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33]
+MODELS = ["tiny", "tiny's draft", "gpt2", "llama", "qwen2", "qwen3", "gemma3", "mistral"]
+
+pytestmark = pytest.mark.skipif(
+    not packed.can_pack(torch.device("cpu"), torch.float32), reason="weights are packed on x86 CPUs with oneDNN only"
+)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    if request.param.startswith("tiny"):
+        files = find_model("tiny", "draft" if "draft" in request.param else "target", print)
+    else:
+        files = ModelFiles("test", build_checkpoint(tmp_path_factory.mktemp(request.param), request.param))
+    backend = load_backend(files, "cpu", "float32", VOCAB_SIZE)
+    assert backend._model.config._attn_implementation == INVARIANT_ATTENTION
+    return Engine(backend)
+
+
+@pytest.fixture(scope="module")
+def ids() -> tuple[int, ...]:
+    drawn: list[int] = np.random.default_rng(0).integers(VOCAB_SIZE, size=max(CONTEXTS) + max(WIDTHS)).tolist()
+    return tuple(drawn)
+
+
+def one_by_one(engine: Engine, ids: tuple[int, ...], start: int) -> np.ndarray:
+    """Logits after each of the tokens from `start` on, each in a pass of its own, [len(ids) - start, vocab_size]."""
+    engine.rollback(0)
+    engine.prefill(ids[:start])
+    return np.concatenate([engine.step(token).numpy() for token in ids[start:]])
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_token_scored_among_others_has_the_bits_of_one_scored_alone(
+    engine: Engine, ids: tuple[int, ...], context: int
+) -> None:
+    ids = ids[: context + max(WIDTHS)]
+    alone = one_by_one(engine, ids, context)
+    for width in WIDTHS:
+        engine.rollback(context)
+        together = engine.verify(ids[context : context + width]).numpy()
+        assert np.array_equal(together, alone[:width]), (width, np.abs(together - alone[:width]).max())
+
+
+@pytest.mark.parametrize("context", CONTEXTS[1:])
+def test_a_prompt_in_one_pass_has_the_bits_of_one_in_pieces(engine: Engine, ids: tuple[int, ...], context: int) -> None:
+    """As when its first part comes out of the store."""
+    ids = ids[: context + 5]
+    expected = one_by_one(engine, ids, context)
+    for cut in {1, context // 3, context // 2 + 1, context - 1, context}:
+        engine.rollback(0)
+        engine.prefill(ids[:cut])
+        snapshot = engine.snapshot(cut)
+        engine.rollback(0)
+        engine.restore(snapshot, cut)
+        assert np.array_equal(engine.prefill(ids[cut : context + 1]).numpy()[0], expected[0]), cut
+        assert np.array_equal(
+            np.concatenate([engine.step(token).numpy() for token in ids[context + 1 :]]), expected[1:]
+        )
+
+
+def test_a_single_row_is_doubled_where_a_kernel_of_its_own_would_add_it_up_otherwise() -> None:
+    for in_features in (28, 224, 576, 896, 1536, 3072):
+        layer = packed.PackedLinear(torch.randn(64, in_features), torch.randn(64))
+        rows = torch.randn(1, 3, in_features)
+        with torch.inference_mode():
+            assert torch.equal(layer(rows[:, :1]), layer(rows)[:, :1]), in_features
+
+
+def test_an_encoder_that_would_score_nonsense_with_a_cache_is_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=VOCAB_SIZE, initializer_range=0.2, **shape)
+    files = ModelFiles("test", save_checkpoint(tmp_path, AutoModelForCausalLM.from_config(config)))
+    with pytest.raises(ModelError, match="computes something else"):
+        load_backend(files, "cpu", "float32", VOCAB_SIZE)
