@@ -42,3 +42,13 @@ def run(own_settings: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return Finished(ended.value.code, *capsys.readouterr())
 
     return run
+
+
+def assert_error(finished: Finished, code: int, message: str) -> None:
+    """Nothing on stdout, two lines on stderr."""
+    assert finished.code == code
+    assert finished.out == ""
+    first, second = finished.err.removesuffix("\n").split("\n")
+    assert first.startswith("Error: ")
+    assert message in first
+    assert second.startswith("Hint: ")

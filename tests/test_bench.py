@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rakvctl.core.backends.fake import VirtualClock
+from rakvctl.core.backends.fake import FakeBackend, VirtualClock
+from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError, UsageError
 from rakvctl.core.types import Action
 from rakvctl.measure import report
@@ -16,7 +17,7 @@ from rakvctl.measure.bench import Bench, BenchPrompt, Sample
 from rakvctl.measure.controller import ControllerStudy, summarize
 from rakvctl.measure.results import compare, sample_record
 from rakvctl.measure.results import summarize as summarize_samples
-from rakvctl.measure.sensitivity import crossovers, sensitivity
+from rakvctl.measure.sensitivity import SensitivityStudy, crossovers, medians
 from rakvctl.measure.statistics import mape_percent, ratio_interval, spearman
 from rakvctl.measure.tasks import controller_tasks, make_tasks, stored_part
 from rakvctl.measure.workloads import Workload, load_workload, names
@@ -46,7 +47,7 @@ class ScriptedArm:
 
 
 def run(arms: list[Arm], clock: VirtualClock, num_prompts: int = 3, repeats: int = 1) -> tuple[Bench, list[Sample]]:
-    bench = Bench(arms, repeats=repeats, seed=0, clock=clock)
+    bench = Bench(arms, Engine(FakeBackend(seed=1)), repeats=repeats, seed=0, clock=clock)
     prompts = [BenchPrompt("toy", str(number), Task(PROMPT, 3)) for number in range(num_prompts)]
     return bench, list(bench.run(prompts))
 
@@ -107,8 +108,14 @@ def test_an_output_that_differs_is_found_with_its_position() -> None:
     ]
     bench, samples = run(arms, clock, num_prompts=1)
     assert {sample.arm: sample.equal for sample in samples} == {"ar": True, "wrong": False, "short": False}
-    found = {mismatch.arm: (mismatch.position, mismatch.token, mismatch.expected) for mismatch in bench.mismatches}
-    assert found == {"wrong": (1, 9, 2), "short": (2, None, 3)}
+    short, wrong = sorted(bench.mismatches, key=lambda mismatch: mismatch.arm)
+    assert (wrong.arm, wrong.position, wrong.token, wrong.expected) == ("wrong", 1, 9, 2)
+    assert (short.arm, short.position, short.token, short.expected) == ("short", 2, None, 3)
+    target = FakeBackend(seed=1)
+    logits = target.forward((*PROMPT, 1), num_logits=1).numpy()[0]
+    assert (wrong.logit, wrong.expected_logit) == (logits[9], logits[2])
+    assert wrong.margin == pytest.approx(logits[2] - logits[9])
+    assert short.margin is None
 
 
 def test_a_summary_compares_prompt_by_prompt_with_plain_decoding() -> None:
@@ -183,7 +190,11 @@ def test_the_controller_is_judged_by_every_action_it_could_have_taken() -> None:
 def test_the_measured_crossover_is_the_predicted_one_on_a_virtual_clock() -> None:
     clock = VirtualClock()
     prompts = [tuple((7 * index + shift) % 32 for index in range(40)) for shift in range(12)]
-    points = sensitivity(toy_pair(clock), toy_profile(), prompts, 48, seed=0, clock=clock, on_progress=lambda _: None)
+    study = SensitivityStudy(toy_pair(clock), toy_profile(), 48, seed=0, clock=clock)
+    runs = list(study.run(prompts))
+    assert len(runs) == len(prompts) * len(study.cells)
+    assert all(run.equal for run in runs)
+    points = medians(runs)
     assert {point.alpha for point in points} == {step / 10 for step in range(1, 11)}
     for found in crossovers(points):
         assert found.measured is not None
@@ -235,12 +246,14 @@ def test_a_workload_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_controllers_tasks_have_the_lengths_of_the_study() -> None:
     codec = toy_pair(VirtualClock()).codec
-    tasks = list(controller_tasks(codec, [load_workload("mixed", None, None)], 60, seed=3))
+    tasks = list(controller_tasks(codec, [load_workload("mixed", None, None)], 60, seed=3, max_positions=None))
     assert all(32 <= len(task.prompt) <= 1000 and 16 <= task.max_new_tokens <= 96 for task in tasks)
     assert [task.stored is None for task in tasks[:3]] == [True, False, False]
     assert tasks[2].stored == tasks[2].prompt
     with pytest.raises(RequestError, match="no prompt"):
-        list(controller_tasks(codec, [], 3, seed=0))
+        list(controller_tasks(codec, [], 3, seed=0, max_positions=None))
+    short = list(controller_tasks(codec, [load_workload("mixed", None, None)], 20, seed=3, max_positions=256))
+    assert all(len(task.prompt) + task.max_new_tokens <= 256 for task in short)
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

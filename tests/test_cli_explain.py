@@ -1,18 +1,21 @@
-"""`rakvctl explain` and `rakvctl calibrate` from the outside."""
+"""`rakvctl explain` from the outside."""
 
 import json
-import re
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rakvctl.core.hardware import processor_name
-from rakvctl.core.profile_file import default_path, read_profile, write_profile
+from rakvctl.core.profile_file import write_profile
+from rakvctl.core.profile_places import default_path
 from tests.profiles import toy_profile
-from tests.program import Call, Finished
+from tests.program import Call, Finished, assert_error
 
 # Checked by hand: the toy pair's costs are declared, and simple.
 SNAPSHOT = """\
@@ -49,15 +52,6 @@ def profile_path(tmp_path: Path) -> Path:
 
 def explain_toy(run: Call, path: Path, *arguments: str) -> Finished:
     return run("explain", "--profile", path, "--prompt-tokens", "500", "-n", "64", "--alpha", "0.7", *arguments)
-
-
-def assert_error(finished: Finished, code: int, message: str) -> None:
-    assert finished.code == code
-    assert finished.out == ""
-    first, second = finished.err.removesuffix("\n").split("\n")
-    assert first.startswith("Error: ")
-    assert message in first
-    assert second.startswith("Hint: ")
 
 
 def test_the_table_reads_like_this(run: Call, profile_path: Path) -> None:
@@ -126,23 +120,119 @@ def test_without_a_model_torch_is_not_imported(profile_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_the_user_s_own_profile_is_found_without_a_model(run: Call) -> None:
-    missing = run("explain", "--prompt-tokens", "9")
-    assert_error(missing, 3, "no profile for tiny with draft tiny")
+def keep_profile(*, days_ago: int = 0, **changes: Any) -> Path:
+    """One of the user's own profiles: of `tiny` on this machine, but for the changes of its fingerprint."""
     mark = replace(toy_profile().fingerprint, target="tiny", draft="tiny", processor=processor_name())
-    mine = replace(toy_profile(), fingerprint=mark)
-    write_profile(mine, default_path(mark))
-    assert run("explain", "--prompt-tokens", "9").code == 0
+    mark = replace(mark, **changes)
+    path = default_path(mark)
+    write_profile(replace(toy_profile(), fingerprint=mark), path)
+    os.utime(path, (1e9 - days_ago * 86400,) * 2)
+    return path
+
+
+def explained(run: Call, *arguments: str) -> dict[str, Any]:
+    """The fingerprint that a described request was reckoned with."""
+    finished = run("explain", "--prompt-tokens", "9", "--json", *arguments)
+    assert finished.code == 0, finished.err
+    fingerprint: dict[str, Any] = json.loads(finished.out)["profile"]["fingerprint"]
+    return fingerprint
+
+
+def test_the_user_s_own_profile_is_found_without_a_model(run: Call) -> None:
+    assert_error(run("explain", "--prompt-tokens", "9"), 3, "no profile for tiny with draft tiny")
+    keep_profile()
+    keep_profile(processor="another one")
+    assert explained(run)["processor"] == processor_name()
     assert_error(run("explain", "--prompt-tokens", "9", "--draft", "none"), 3, "no profile for tiny on this machine")
-    elsewhere = replace(mark, processor="another one")
-    write_profile(replace(mine, fingerprint=elsewhere), default_path(elsewhere))
-    assert run("explain", "--prompt-tokens", "9").code == 0
 
 
-def test_other_threads_than_measured_are_refused_with_a_sentence(run: Call, profile_path: Path) -> None:
-    finished = explain_toy(run, profile_path, "--threads", "2")
-    assert_error(finished, 3, "was measured with 1 threads, not with 2")
-    assert "rakvctl calibrate --threads 2" in finished.err
+def test_the_profile_that_fits_the_options_is_taken_and_not_the_newest(run: Call) -> None:
+    keep_profile(threads=7)
+    keep_profile(threads=1, days_ago=1)
+    keep_profile(dtype="bfloat16", days_ago=2)
+    keep_profile(device="NVIDIA H200", days_ago=3)
+    assert explained(run, "--threads", "1")["threads"] == 1
+    assert explained(run, "--dtype", "bfloat16")["dtype"] == "bfloat16"
+    assert explained(run, "--device", "cuda:1")["device"] == "NVIDIA H200"
+    assert explained(run, "--device", "cpu")["dtype"] == "float32"
+    assert "3 profiles fit, the newest is taken: cpu" in run("explain", "--prompt-tokens", "9").err
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, ("--dtype", "float16"), "another dtype: float32; here it is float16"),
+        ({}, ("--device", "cuda"), "another device: cpu; here it is cuda"),
+        ({"threads": 7}, ("--threads", "1"), "another number of threads: 7; here it is 1"),
+        ({"dtype": "bfloat16"}, (), "another dtype: bfloat16; here it is float32"),
+        ({"processor": "Z80"}, (), "another processor: Z80"),
+        ({"backend": "torch", "versions": "torch 1.0.0"}, (), "another version of the libraries: torch 1.0.0"),
+    ],
+)
+def test_where_no_profile_fits_the_command_that_measures_one_is_named(
+    changes: dict[str, Any], arguments: tuple[str, ...], message: str, run: Call
+) -> None:
+    keep_profile(**changes)
+    finished = run("explain", "--prompt-tokens", "9", *arguments)
+    assert_error(finished, 3, message)
+    assert finished.err.endswith(f"{' '.join(('rakvctl calibrate -m tiny', *arguments))}\n")
+
+
+def test_the_build_of_a_library_does_not_make_a_profile_another_s(run: Call) -> None:
+    versions = f"torch {version('torch').partition('+')[0]}+cu130, transformers {version('transformers')}"
+    keep_profile(backend="torch", versions=versions)
+    assert explained(run)["versions"] == versions
+
+
+def test_a_named_profile_of_another_machine_is_explained_with_a_note(run: Call, tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    write_profile(replace(toy_profile(), fingerprint=replace(toy_profile().fingerprint, processor="Z80")), path)
+    finished = explain_toy(run, path)
+    assert finished.code == 0
+    assert "another processor: Z80" in finished.err
+
+
+@pytest.mark.parametrize("arguments", [("-m", "gpt2"), ("-d", "gpt2"), ("--dtype", "float16"), ("--device", "cuda")])
+def test_a_named_profile_of_something_else_than_asked_for_is_refused(
+    arguments: tuple[str, ...], run: Call, profile_path: Path
+) -> None:
+    assert_error(explain_toy(run, profile_path, *arguments), 3, f"here it is {arguments[1]}")
+
+
+def test_a_profile_that_the_environment_names_is_said_to_be_from_there(
+    run: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAKVCTL_PROFILE", "nonsense")
+    finished = run("explain", "--prompt-tokens", "9", "-d", "my draft", "--threads", "1")
+    assert_error(finished, 3, "nonsense")
+    assert "RAKVCTL_PROFILE" in finished.err
+    assert "rakvctl calibrate -m tiny -d 'my draft' --threads 1 -o nonsense" in finished.err
+
+
+def test_beyond_the_model_s_positions_nothing_is_promised(run: Call, profile_path: Path) -> None:
+    finished = run("explain", "--profile", profile_path, "--prompt-tokens", "2000", "-n", "100", "--json")
+    assert json.loads(finished.out)["features"]["max_new_tokens"] == 48
+    assert "positions for 48 new tokens" in finished.err
+    assert_error(run("explain", "--profile", profile_path, "--prompt-tokens", "2048"), 2, "has room for 2048")
+
+
+def test_a_draft_of_fewer_positions_than_the_prompt_drafts_nothing(run: Call, tmp_path: Path) -> None:
+    draft = toy_profile().draft
+    assert draft is not None
+    short = replace(draft, model=replace(draft.model, max_positions=500))
+    write_profile(replace(toy_profile(), draft=short), tmp_path / "short.yaml")
+    rows = json.loads(explain_toy(run, tmp_path / "short.yaml", "--json").out)["table"]
+    assert rows[1]["infeasible"] == "the draft has 500 positions"
+
+
+def test_where_nothing_fits_into_memory_nothing_is_chosen(run: Call, tmp_path: Path) -> None:
+    target = replace(toy_profile().target, max_positions=None, kv_bytes_per_token=2**40)
+    write_profile(replace(toy_profile(), target=target), tmp_path / "large.yaml")
+    finished = explain_toy(run, tmp_path / "large.yaml")
+    assert "->" not in finished.out
+    assert "None of it is possible" in finished.out
+    rows = json.loads(explain_toy(run, tmp_path / "large.yaml", "--json").out)["table"]
+    assert not any(row["chosen"] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +240,10 @@ def test_other_threads_than_measured_are_refused_with_a_sentence(run: Call, prof
     [
         (("--prompt-tokens", "9", "hello"), 2, "two requests"),
         (("--prompt-tokens", "9", "--cached", "10"), 2, "10 of 9 tokens"),
+        (("--prompt-tokens", "90", "--cached", "15"), 2, "15 tokens are never stored"),
+        (("--prompt-tokens", "9", "-n", str(10**11)), 2, "no model has room"),
+        (("hello", "-n", str(10**11)), 2, "no model has room"),
+        (("--prompt-tokens", "9", "--device", "abacus"), 2, "no device abacus"),
         (("hello", "--cached", "10"), 2, "--cached belongs to --prompt-tokens"),
         (("--prompt-tokens", "0"), 2, "--prompt-tokens"),
         (("--prompt-tokens", "9", "--alpha", "1.5"), 2, "--alpha"),
@@ -171,84 +265,3 @@ def test_cost_against_alpha_is_drawn(suffix: str, run: Call, profile_path: Path,
     unwritable = explain_toy(run, profile_path, "--plot", str(tmp_path / "absent" / path.name))
     assert unwritable.code == 1
     assert "cannot write" in unwritable.err
-
-
-def calibrate(run: Call, target: Path, path: Path, *arguments: str) -> Finished:
-    return run("calibrate", "-m", target, "-o", path, "--threads", "1", *arguments)
-
-
-def test_calibrate_writes_a_profile_that_generate_takes(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    target, path = tiny_checkpoint / "target", tmp_path / "mine.yaml"
-    finished = calibrate(run, target, path, "-d", str(tiny_checkpoint / "draft"), "--repeats", "1")
-    assert finished.code == 0
-    assert "Rounds, ms" in finished.out
-    assert re.search(r"Speculation (pays|cannot pay) here", finished.out)
-    assert str(path) in finished.out.replace("\n", "")
-    profile = read_profile(path)
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9)
-    assert profile.fingerprint.threads == 1
-
-    arguments = ("-m", target, "-d", tiny_checkpoint / "draft", "--profile", path, "--threads", "1")
-    generated = run("generate", "hello there, world", "-n", "8", "-o", "jsonl", *arguments)
-    record = json.loads(generated.out)
-    assert generated.err == ""
-    assert record["policy"] == "rakv"
-    assert record["predicted_ms"] > 0
-    plain = run("generate", "hello there, world", "-n", "8", "-o", "jsonl", *arguments, "--policy", "ar")
-    assert json.loads(plain.out)["text"] == record["text"]
-
-    explained = run("explain", "hello there, world", "-n", "8", "--json", *arguments)
-    assert json.loads(explained.out)["features"]["num_prompt_tokens"] == record["prompt_tokens"]
-
-    foreign = run(
-        "generate", "hello", "-m", target, "-d", tiny_checkpoint / "draft", "--profile", path, "--threads", "2"
-    )
-    assert_error(foreign, 3, "measured with another number of threads: 1; here it is 2")
-    assert_error(run("generate", "hello", "-m", target, "--profile", path, "--threads", "1"), 3, "another draft")
-
-
-def test_a_profile_that_no_longer_holds_is_called_stale(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    target, path = tiny_checkpoint / "target", tmp_path / "mine.yaml"
-    assert calibrate(run, target, path, "--repeats", "3").code == 0
-    profile = read_profile(path)
-    slow = replace(profile.verify, median_ms=tuple(tuple(9 * ms for ms in row) for row in profile.verify.median_ms))
-    write_profile(replace(profile, verify=slow), path)
-    check = ("calibrate", "-m", target, "--threads", "1", "--check", "--budget", "1", "--profile", path)
-    finished = run(*check)
-    assert finished.code == 3
-    assert "the profile is stale: " in finished.err
-    assert "rakvctl calibrate" in finished.err
-    record = json.loads(run(*check, "--json").out)
-    assert record["stale"]
-    assert {point["point"][0] for point in record["points"] if point["change"] < -0.5} >= {"verify"}
-    assert {point["point"][0] for point in record["points"]} == {"verify", "target.prefill"}
-    assert_error(run(*check[:-1], tmp_path / "absent.yaml"), 3, "absent.yaml")
-
-
-def test_generate_measures_once_where_there_is_no_profile(
-    run: Call, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rakvctl.measure.ready.QUICK_SECONDS", 0.5)
-    command = ("generate", "hello", "-n", "4", "-m", tiny_checkpoint / "target", "--threads", "1")
-    first, second = run(*command), run(*command)
-    assert "no profile for this machine and pair" in first.err
-    assert second == Finished(0, first.out, "")
-
-
-def test_acceptance_is_measured_on_the_user_s_prompts(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    arguments = ("-d", str(tiny_checkpoint / "draft"), "--repeats", "1", "--json", "--prompts", str(prompts))
-    finished = calibrate(run, tiny_checkpoint / "target", tmp_path / "mine.yaml", *arguments)
-    acceptance = json.loads(finished.out)["profile"]["acceptance"]
-    assert 0 < acceptance["num_trials"] <= 2 * 31
-    prompts.write_text('{"prompt": "one"}\nnonsense\n')
-    broken = calibrate(run, tiny_checkpoint / "target", tmp_path / "mine.yaml", *arguments)
-    assert broken.code == 1
-    assert broken.out == ""
-
-
-def test_calibrate_refuses_options_that_contradict_each_other(run: Call, tiny_checkpoint: Path) -> None:
-    assert_error(run("calibrate", "--quick", "--budget", "5"), 2, "--quick and --budget")
-    assert_error(run("calibrate", "--check", "--repeats", "2"), 2, "--check measures no profile")
-    assert_error(run("calibrate", "--budget", "0"), 2, "--budget")

@@ -296,7 +296,7 @@ def test_texts_of_several_prompts_are_separated_and_errors_go_to_stderr(run_gene
     finished = run_generate("-n", "6", "--format", "lines", "-o", "text", stdin=stdin)
     one, two = (run_generate(prompt, "-n", "6").out for prompt in ("one", "two"))
     assert finished.out == f"{one}\n{two}"
-    assert finished.err == "Error: prompt 2: invalid UTF-8 at byte 4\nHint: save the prompts as UTF-8\n"
+    assert finished.err == "Error: prompt 2: line 2: invalid UTF-8 at byte 4\nHint: save the prompts as UTF-8\n"
     assert finished.code == 1
 
 
@@ -629,6 +629,12 @@ def test_no_progress_is_shown_for_one_prompt_or_quietly_or_among_the_results(
         (["generate", "x", "--top-k", "-1"], "--top-k"),
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--threads", "0"], "--threads"),
+        (["generate", "x", "--threads", "-1"], "--threads"),
+        (["generate", "x", "--threads", "100000"], "--threads 100000 is more than this machine has cores"),
+        (["generate", "x", "-m", ""], "--target"),
+        (["generate", "x", "-d", " "], "--draft"),
+        (["generate", "x", "--device", ""], "--device"),
+        (["generate", "x", "--profile", ""], "--profile"),
         (["generate", "x", "--stop", ""], "--stop"),
         (["generate", "x", "--kv-budget", "lots"], "lots"),
         (["generate", "x", "--policy", "best"], "best"),
@@ -809,12 +815,16 @@ def test_bad_lines_in_a_pipe_cost_no_other_line_and_exit_1(tiny_checkpoint: Path
         b'{"id": "e", "messages": [{"role": "user", "content": "hi"}]}',
         b'{"id": "f", "prompt": "\\ud800"}',
         b'{"id": "g\\ud800", "prompt": "hello"}',
+        b'{"prompt": "hello"}',
     ]
     process = start("generate", "--policy", "kv", "-m", tiny_checkpoint / "target", "-n", "4", stdin=subprocess.PIPE)
     finished = finish(process, b"\n".join(lines))
-    assert (finished.code, finished.err) == (1, "")
-    assert finished.ids == ["a", 2, 3, "d", "e", "f", "g\ud800"]
-    assert ["error" in record for record in finished.records] == [False, True, True, True, True, True, False]
+    assert (finished.code, finished.err) == (
+        1,
+        "Error: 6 of 8 prompts failed\nHint: see the records with an `error`\n",
+    )
+    assert finished.ids == ["a", 2, 3, "d", "e", "f", 7, 8]
+    assert ["error" in record for record in finished.records] == [False, True, True, True, True, True, True, False]
     assert finished.records[0]["text"] == finished.records[-1]["text"]
 
 
@@ -909,7 +919,8 @@ def test_help_does_not_import_torch() -> None:
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules], file=sys.stderr)"
     )
-    for arguments in (["--help"], ["generate", "--help"], ["generate", "x", "--kv-budget", "lots"]):
+    mistakes = (["generate", "x", "--kv-budget", "lots"], ["generate", "x", "--policy", "best"])
+    for arguments in (["--help"], ["generate", "--help"], *mistakes):
         finished = subprocess.run(
             [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
         )

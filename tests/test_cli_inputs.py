@@ -201,6 +201,14 @@ def test_a_file_called_json_lines_is_read_as_such_whatever_is_in_it(name: str, t
     assert good == Prompt(2, "x", SAMPLING)
 
 
+@pytest.mark.parametrize("first", ['{"promt": "x"}', "{}", '{"prompt": "x'])
+def test_a_first_line_that_is_an_object_without_a_prompt_costs_no_other_line(first: str, tmp_path: Path) -> None:
+    """The file is no text then: one prompt made of all its lines would be taken for a success."""
+    bad, good = read(write(tmp_path / "p.txt", f'{first}\n{{"prompt": "x"}}\n'))
+    assert isinstance(bad, BadPrompt)
+    assert good == Prompt(2, "x", SAMPLING)
+
+
 @pytest.mark.parametrize("first", ['{"prompt": "x"}', ' {"id": 4, "messages": [{"role": "user", "content": "x"}]}'])
 def test_a_first_line_that_holds_a_prompt_makes_it_json_lines(first: str, tmp_path: Path) -> None:
     source = open_prompts(None, [str(write(tmp_path / "p.txt", f"{first}\n{first}\n"))], AUTO, SAMPLING)
@@ -252,7 +260,7 @@ def test_invalid_utf8_spoils_its_own_line_only(tmp_path: Path) -> None:
     file = write(tmp_path / "p.txt", b"caf\xe9\nfine\n")
     [bad, good] = read(file, kind=LINES)
     assert isinstance(bad, BadPrompt)
-    assert (bad.id, bad.error.message) == (1, "invalid UTF-8 at byte 3")
+    assert (bad.id, bad.error.message) == (1, f"{file}, line 1: invalid UTF-8 at byte 3")
     assert good == Prompt(2, "fine", SAMPLING)
 
     [bad, good] = read(write(tmp_path / "p.jsonl", b'{"id": "a", "prompt": "\xff"}\n{"id": "b", "prompt": "x"}\n'))
@@ -351,7 +359,7 @@ def test_text_of_a_json_line_keeps_its_line_breaks_and_spaces(tmp_path: Path) ->
 
 
 def test_ids_are_strings_or_integers_and_otherwise_the_count_of_prompts(tmp_path: Path) -> None:
-    given = ["a", "7", 7, 0, -3, "", "ü\ud800"]
+    given = ["a", "7", 7, 0, -3, "", "ü\U0001f600"]
     lines = [{"prompt": "x", "id": prompt_id} for prompt_id in given]
     file = jsonl(tmp_path / "p.jsonl", *lines, {"prompt": "x"})
     ids = [prompt.id for prompt in read(file)]
@@ -374,6 +382,7 @@ BAD_LINES = [
     ("", '{"id": true, "prompt": "x"}', "`id`"),
     ("", '{"id": ["x"], "prompt": "x"}', "`id`"),
     ("", '{"id": NaN, "prompt": "x"}', "`id`"),
+    ("", '{"id": "a\\ud800", "prompt": "x"}', "`id`"),
     ("own", '{"id": "own"}', "either `prompt` or `messages`"),
     ("own", '{"id": "own", "prompt": null, "messages": null}', "either `prompt` or `messages`"),
     (
@@ -423,6 +432,32 @@ def test_a_bad_line_is_named_and_does_not_cost_the_others(
     assert problem in bad.error.message
     assert bad.error.hint
     assert (before, after) == (Prompt(1, "before", SAMPLING), Prompt(3, "after", SAMPLING))
+
+
+def test_a_bad_line_is_found_under_its_number_in_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blank lines count, and what json says of lines does not."""
+    lines = '\n\n{"prompt": "x"}\n\n{"prompt": \n'
+    file = write(tmp_path / "p.txt", lines)
+    pipe_in(monkeypatch, lines.encode())
+    _, in_file, _, piped = read(file, "-")
+    assert isinstance(in_file, BadPrompt)
+    assert isinstance(piped, BadPrompt)
+    message = "line 5: not JSON: Expecting value, column 12"
+    assert (in_file.id, in_file.error.message) == (2, f"{file}, {message}")
+    assert (piped.id, piped.error.message) == (4, message)
+
+
+@pytest.mark.parametrize("option", ["--prompts", "-f"])
+def test_the_hint_about_a_file_names_the_option_it_came_from(option: str, tmp_path: Path) -> None:
+    with pytest.raises(RakvError) as raised:
+        open_prompts(None, [str(tmp_path / "missing")], AUTO, SAMPLING, option=option)
+    assert raised.value.hint == f"check the path given with {option}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux has a file that opens and cannot be read")
+def test_a_file_that_cannot_be_read_to_its_end_is_an_error_for_users() -> None:
+    with pytest.raises(RakvError, match="cannot read /proc/self/mem: "):
+        read("/proc/self/mem", kind=TEXT)
 
 
 @pytest.mark.parametrize("field", ["id", "seed", "temperature", "other"])

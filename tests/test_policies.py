@@ -34,7 +34,22 @@ def test_the_draft_length_in_force_is_reported_and_not_the_one_asked_for() -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["", "spec", "spec-", "spec-0", "joint-0", "spec-33", "spec--1", "KV", "kv-2", "auto2"]
+    "name",
+    [
+        "",
+        "spec",
+        "spec-",
+        "spec-0",
+        "joint-0",
+        "spec-33",
+        "spec--1",
+        "spec-04",
+        "spec-\N{FULLWIDTH DIGIT FOUR}",
+        "spec-4\n",
+        "KV",
+        "kv-2",
+        "auto2",
+    ],
 )
 def test_an_unknown_policy_is_a_usage_error(name: str) -> None:
     with pytest.raises(UsageError):

@@ -19,18 +19,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rakvctl.core.errors import ProfileError
-from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
-from rakvctl.core.profile_file import (
-    default_path,
+from rakvctl.core.errors import ProfileError, RakvError
+from rakvctl.core.profile import (
+    SCHEMA_VERSION,
+    Curve,
+    Fingerprint,
+    HardwareProfile,
     field_label,
-    find_profile,
     foreign_fields,
-    profile_directory,
-    read_profile,
-    refuse_foreign,
-    write_profile,
 )
+from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable, write_profile
+from rakvctl.core.profile_places import default_path, find_profiles, profile_directory
 from tests.profiles import toy_profile
 
 FINGERPRINT_FIELDS = [field.name for field in dataclasses.fields(Fingerprint)]
@@ -256,8 +255,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 ) -> None:
     before = path.read_bytes()
     monkeypatch.setattr(os, call, _full_disk)
-    with pytest.raises(ProfileError, match="No space left"):
+    with pytest.raises(RakvError, match="No space left") as caught:
         write_profile(replace(any_profile(), created="later"), path)
+    assert caught.value.exit_code == 1
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
 
@@ -273,14 +273,24 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path: Path, m
 
 def test_a_directory_in_the_files_place_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").mkdir()
-    with pytest.raises(ProfileError, match="cannot write"):
-        write_profile(any_profile(), tmp_path / "profile.yaml")
+    for write in (refuse_unwritable, lambda path: write_profile(any_profile(), path)):
+        with pytest.raises(RakvError, match="cannot write"):
+            write(tmp_path / "profile.yaml")
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.yaml"]
 
 
 def test_a_file_in_the_directorys_place_is_an_error(path: Path) -> None:
-    with pytest.raises(ProfileError, match="cannot write"):
-        write_profile(any_profile(), path / "profile.yaml")
+    for write in (refuse_unwritable, lambda path: write_profile(any_profile(), path)):
+        with pytest.raises(RakvError, match="cannot write"):
+            write(path / "profile.yaml")
+
+
+def test_where_a_profile_can_be_written_nothing_is_before_it_is(path: Path, tmp_path: Path) -> None:
+    before = path.read_bytes()
+    refuse_unwritable(path)
+    refuse_unwritable(tmp_path / "new" / "profile.yaml")
+    assert path.read_bytes() == before
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 # --- hand-edited nonsense
@@ -598,7 +608,7 @@ def test_a_profile_can_be_kept_for_any_name(target: str) -> None:
     profile = replace(profile, fingerprint=fingerprint)
     write_profile(profile, default_path(fingerprint))
     assert read_profile(default_path(fingerprint)).fingerprint == fingerprint
-    assert find_profile(target, target, fingerprint.processor) == default_path(fingerprint)
+    assert find_profiles(target, target) == [(default_path(fingerprint), fingerprint)]
 
 
 @pytest.mark.parametrize(
@@ -638,16 +648,29 @@ def _keep(name: str, seconds: float, **changes: Any) -> Path:
     return path
 
 
-def test_the_newest_profile_of_a_pair_is_found() -> None:
+def test_the_profiles_of_a_pair_are_found_the_newest_first() -> None:
     here = any_profile().fingerprint
-    assert find_profile(here.target, here.draft, here.processor) is None
-    _keep("old", 100, threads=1)
-    newest = _keep("new", 200, threads=2)
+    assert find_profiles(here.target, here.draft) == []
+    old, newest = _keep("a", 100, threads=1), _keep("b", 200, threads=2)
     _keep("another target", 300, target="another")
     _keep("without draft", 400, draft="")
-    _keep("another machine", 500, processor="another")
-    assert find_profile(here.target, here.draft, here.processor) == newest
-    assert find_profile("unknown", "", here.processor) is None
+    assert [path for path, _ in find_profiles(here.target, here.draft)] == [newest, old]
+    assert find_profiles("unknown", "") == []
+
+
+def test_a_profile_whose_entries_stand_in_another_order_is_found() -> None:
+    here = any_profile().fingerprint
+    content = content_of_a_profile()
+    content["fingerprint"] = content.pop("fingerprint")
+    assert find_profiles(here.target, here.draft) == []
+    path = rewrite(_keep("mine", 100), content)
+    assert find_profiles(here.target, here.draft) == [(path, here)]
+
+
+def test_a_profile_that_was_written_before_positions_were_is_read(path: Path) -> None:
+    content = content_of_a_profile()
+    assert content["target"].pop("max_positions") == 2048
+    assert read_profile(rewrite(path, content)).target.max_positions is None
 
 
 @pytest.mark.parametrize("damaged", [b"", b"schema_version: 99\n", b"\xff", b"[", None])
@@ -656,7 +679,7 @@ def test_a_damaged_profile_of_another_pair_is_not_in_the_way(damaged: bytes | No
     good = _keep("good", 100)
     bad = profile_directory() / "newer.yaml"
     bad.mkdir() if damaged is None else bad.write_bytes(damaged)
-    assert find_profile(here.target, here.draft, here.processor) == good
+    assert [path for path, _ in find_profiles(here.target, here.draft)] == [good]
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rakvctl.core.backends.fake import FakeSnapshot
-from rakvctl.core.store import BUCKET_TOKENS, PrefixStore, common_prefix_length
+from rakvctl.core.store import PrefixStore, common_prefix_length
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import PrefixEntry
+from rakvctl.core.types import BUCKET_TOKENS, PrefixEntry
 
 KEY = "model"
 # Few different tokens after a common beginning, so that prefixes really are shared.

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from rakvctl.cli.page import make_table, open_page
-from rakvctl.measure.bench import REFERENCE
+from rakvctl.measure.bench import REFERENCE, Mismatch
 from rakvctl.measure.report import number, share
 from rakvctl.measure.results import ArmSummary, Change
 
 
-def show_baselines(summaries: Sequence[ArmSummary], overhead_ms: float) -> None:
+def show_baselines(summaries: Sequence[ArmSummary], mismatches: Sequence[Mismatch], overhead_ms: float) -> None:
     """One table a workload, the fastest arm marked, and whether all outputs are equal."""
     with open_page() as page:
         for workload in dict.fromkeys(row.workload for row in summaries):
@@ -24,15 +24,21 @@ def show_baselines(summaries: Sequence[ArmSummary], overhead_ms: float) -> None:
                     style="bold green" if row is fastest else "",
                 )  # fmt: skip
             page.print(table)
-        unequal = sum(row.num_unequal for row in summaries if row.workload != "all")
-        page.print(
-            f"{unequal or 'No'} outputs differ from plain decoding's. Own time beside the arms': {overhead_ms:.2f} ms."
-        )
+        page.print(_equality(mismatches))
+        page.print(f"Own time beside the arms': {overhead_ms:.2f} ms.")
+
+
+def _equality(mismatches: Sequence[Mismatch]) -> str:
+    if not mismatches:
+        return "No outputs differ from plain decoding's."
+    margins = [abs(mismatch.margin) for mismatch in mismatches if mismatch.margin is not None]
+    largest = f", where the two best logits lie up to {max(margins):.3g} apart" if margins else ""
+    return f"{len(mismatches)} outputs differ from plain decoding's{largest}."
 
 
 def show_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """A plain table."""
-    table = make_table(title, list(rows[0]))
+    """A plain table, of which an interrupted run may leave nothing."""
+    table = make_table(title, list(rows[0]) if rows else ["(nothing)"])
     for row in rows:
         table.add_row(*row.values())
     with open_page() as page:

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rakvctl.cli import inputs, progress, render
+from rakvctl.cli import inputs, outputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
-from rakvctl.core.errors import UsageError
+from rakvctl.cli.page import counted
+from rakvctl.cli.sources import is_typed
+from rakvctl.core.errors import ProfileError, UsageError
+from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable, write_profile
+from rakvctl.core.profile_places import default_path, profile_directory
 from rakvctl.core.types import SamplingParams
+from rakvctl.measure.mending import PROFILE_VARIABLE, Choice, calibrate_command, mending
 
 if TYPE_CHECKING:
     from rakvctl.core.pair import ModelPair
+    from rakvctl.measure.timing import Effort
 
 _MEASURING = "Measuring"
 _BUDGET_SECONDS, _QUICK_SECONDS, _CHECK_SECONDS = 60.0, 10.0, 3.0
@@ -22,6 +28,7 @@ _STALE = 3
 
 
 def calibrate(
+    context: typer.Context,
     target: Target = "tiny",
     draft: Draft = None,
     device: Device = "auto",
@@ -79,37 +86,55 @@ def calibrate(
         raise UsageError("--quick and --budget both say how long", "give one of them")
     if check and (out or prompts or repeats or quick):
         raise UsageError("--check measures no profile", "leave -o, --prompts, --repeats and --quick out")
-    source = inputs.open_prompts(None, [prompts], InputFormat.AUTO, SamplingParams()) if prompts else None
+    if not check and is_typed(context, "profile"):
+        raise UsageError("--profile names the profile for --check", "name the file to be written with -o")
+    contents = []
+    if not check:
+        contents = _contents(prompts, out) if prompts is not None else []
+        refuse_unwritable(out or profile_directory() / "profile.yaml")
+    choice = Choice(target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile)
+    pair = _load(choice)
+    if check:
+        with mending(choice):
+            return _check(pair, choice, budget, as_json)
+    encoded = [inputs.encode(content, pair.codec, None) for content in contents]
+    from rakvctl.measure.timing import Effort
+
+    seconds = _QUICK_SECONDS if quick else budget or _BUDGET_SECONDS
+    path = _measure(pair, encoded, Effort(budget_s=seconds, repeats=repeats), out, as_json)
+    if profile not in ("auto", str(path)):
+        render.print_note(f"other commands go on reading {profile}, which {PROFILE_VARIABLE} names")
+    return 0
+
+
+def _contents(name: str, out: Path | None) -> list[inputs.Content]:
+    """All prompts of a file that is not to be written. Raises the error of its first bad line."""
+    source = inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams(), option="--prompts")
+    if out is not None:
+        outputs.refuse_overwriting(out, source.files)
+    return [inputs.readable(prompt).content for prompt in source.prompts]
+
+
+def _load(choice: Choice) -> "ModelPair":
+    """The models, and whatever came with them left out of all collections of garbage to come."""
     gc.disable()
     from rakvctl.core.loading import RuntimeOptions, load_pair
 
-    options = RuntimeOptions(target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads)
-    pair = load_pair(options, render.print_note)
+    pair = load_pair(RuntimeOptions(**asdict(choice)), render.print_note)
     gc.collect()
     gc.freeze()
-    if check:
-        return _check(pair, profile, budget, as_json)
-    readable = map(inputs.readable, source.prompts) if source else ()
-    encoded = [inputs.encode(prompt.content, pair.codec, None) for prompt in readable]
-    seconds = _QUICK_SECONDS if quick else budget or _BUDGET_SECONDS
-    return _measure(pair, encoded, seconds, repeats, out, as_json)
+    return pair
 
 
 def _measure(
-    pair: "ModelPair",
-    prompts: list[tuple[int, ...]],
-    seconds: float,
-    repeats: int | None,
-    out: Path | None,
-    as_json: bool,
-) -> int:
+    pair: "ModelPair", prompts: list[tuple[int, ...]], effort: "Effort", out: Path | None, as_json: bool
+) -> Path:
+    """Measure, write and show; returns where the profile is."""
     from rakvctl.cli import profile_tables
-    from rakvctl.core.profile_file import default_path, write_profile
     from rakvctl.measure.calibrate import calibrate as measure
-    from rakvctl.measure.timing import Effort
 
     with progress.measuring(shown=True) as on_progress:
-        calibration = measure(pair, Effort(budget_s=seconds, repeats=repeats), time.perf_counter, on_progress, prompts)
+        calibration = measure(pair, effort, time.perf_counter, on_progress, prompts)
     path = out or default_path(calibration.profile.fingerprint)
     write_profile(calibration.profile, path)
     if as_json:
@@ -120,20 +145,22 @@ def _measure(
     if calibration.noisy:
         point = calibration.noisy[0]
         render.print_note(
-            f"{len(calibration.noisy)} points varied by more than a tenth, such as {point.curve} of {point.size} "
-            "tokens: close other programs, or give more time with --budget"
+            f"{counted(len(calibration.noisy), 'point')} varied by more than a tenth, such as {point.curve} of "
+            f"{counted(point.size, 'token')}: close other programs, or give more time with --budget"
         )
-    return 0
+    return path
 
 
-def _check(pair: "ModelPair", name: str, budget: float | None, as_json: bool) -> int:
+def _check(pair: "ModelPair", choice: Choice, budget: float | None, as_json: bool) -> int:
     from rakvctl.cli import profile_tables
-    from rakvctl.core.profile_file import default_path, read_profile, refuse_foreign
     from rakvctl.measure.check import check
     from rakvctl.measure.timing import Effort
 
     here = pair.fingerprint()
-    path = default_path(here) if name == "auto" else Path(name).expanduser()
+    is_own = choice.profile == "auto"
+    path = default_path(here) if is_own else Path(choice.profile).expanduser()
+    if is_own and not path.exists():
+        raise ProfileError("there is no profile for this machine and pair", "")
     profile = read_profile(path)
     refuse_foreign(profile, here, str(path))
     drifts = check(pair, profile, Effort(budget_s=budget or _CHECK_SECONDS), time.perf_counter)
@@ -152,6 +179,6 @@ def _check(pair: "ModelPair", name: str, budget: float | None, as_json: bool) ->
         worst = max(stale, key=lambda drift: abs(drift.change))
         render.print_error(
             f"the profile is stale: {worst.point.curve} takes {worst.change:+.0%}",
-            "measure anew with: rakvctl calibrate",
+            f"measure anew with: {calibrate_command(choice, None if is_own else choice.profile)}",
         )
     return _STALE if stale else 0

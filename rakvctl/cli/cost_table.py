@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rakvctl.cli.page import number, open_page
+from rakvctl.cli.page import counted, number, open_page
 from rakvctl.core.cost import CostModel
 from rakvctl.core.types import CostBreakdown, Decision, Features
 
@@ -23,7 +23,7 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
         (row.action for row in decision.table if not row.action.reuse), key=lambda action: action.draft_len
     )
     for row in decision.table:
-        chosen = row.action == decision.action
+        chosen = is_chosen(row, decision)
         style = "bold green" if chosen else "dim" if row.infeasible else ""
         table.add_row(*_cells(row, features, costs, chosen), style=style, end_section=row.action == last_without_reuse)
     with open_page() as page:
@@ -34,12 +34,15 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
         page.print(_verdict(decision))
 
 
+def is_chosen(row: CostBreakdown, decision: Decision) -> bool:
+    """Whether an action is the one to take; of those that cannot be taken, none is."""
+    return row.action == decision.action and row.infeasible is None
+
+
 def _heading(features: Features) -> str:
     reused = f", {features.num_cloned_tokens} of them stored" if features.num_cloned_tokens else ""
-    return (
-        f"{features.num_prompt_tokens} prompt tokens{reused}, up to {features.max_new_tokens} new ones; "
-        f"alpha {features.alpha:.2f}. Times in ms."
-    )
+    prompt, new = counted(features.num_prompt_tokens, "prompt token"), counted(features.max_new_tokens, "new one")
+    return f"{prompt}{reused}, up to {new}; alpha {features.alpha:.2f}. Times in ms."
 
 
 def _cells(row: CostBreakdown, features: Features, costs: CostModel, chosen: bool) -> list[str]:
@@ -72,6 +75,8 @@ def _reasons(table: Sequence[CostBreakdown]) -> dict[str, str]:
 
 def _verdict(decision: Decision) -> Text:
     action = decision.action
+    if not any(is_chosen(row, decision) for row in decision.table):
+        return Text("None of it is possible as things are; generate would try plain decoding.", style="bold")
     reuse = "the stored prefix is reused" if action.reuse else "no reuse"
     draft = f"{action.draft_len} drafted a round" if action.draft_len else "no speculation"
     return Text(f"Chosen: {reuse}, {draft}: {decision.predicted_ms or 0.0:.0f} ms expected.", style="bold")

@@ -4,29 +4,27 @@ import gc
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rakvctl.cli import cost_table, inputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
-from rakvctl.core.acceptance import initial_experience
+from rakvctl.cli.sources import is_default
 from rakvctl.core.cost import CostModel
-from rakvctl.core.errors import ProfileError, UsageError
-from rakvctl.core.hardware import free_memory_bytes, processor_name
-from rakvctl.core.models import default_draft
+from rakvctl.core.errors import UsageError
 from rakvctl.core.policies import RakvPolicy
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.core.profile_file import find_profile, read_profile
-from rakvctl.core.types import Decision, Features, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from rakvctl.core.loading import RuntimeOptions
+from rakvctl.core.types import BUCKET_TOKENS, Decision, Features, Request, SamplingParams
+from rakvctl.measure.described import described, known_profile
+from rakvctl.measure.mending import Choice
 
 _REQUEST = "Request"
+_MOST_TOKENS = 10**9
 
 
 def explain(
+    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Explain this prompt; '-' reads it from stdin.")
     ] = None,
@@ -72,64 +70,54 @@ def explain(
     as_json: AsJson = False,
 ) -> int:
     """Show what each action is expected to cost, and which one is chosen."""
-    if prompt is not None and prompt_tokens is not None:
-        raise UsageError("PROMPT and --prompt-tokens are two requests", "give one of them")
-    if prompt_tokens is None and cached:
-        raise UsageError("--cached belongs to --prompt-tokens", "of a PROMPT the store itself says what is cached")
-    if alpha is not None and math.isnan(alpha):
-        raise UsageError("--alpha is no number", "give a probability from 0 to 1")
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"cannot draw into {plot}", "give a file that ends with .png or .svg")
-    if cached > (prompt_tokens or 0):
-        raise UsageError(f"{cached} of {prompt_tokens} tokens cannot be cached", "give at most --prompt-tokens")
+    _refuse_nonsense(prompt, prompt_tokens, cached, max_new_tokens, alpha, plot)
+    choice = Choice(target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile)
     if prompt_tokens is not None:
-        measured = _known_profile(profile, target, draft, threads)
-        features = _features(measured, prompt_tokens, cached, max_new_tokens)
+        measured = known_profile(choice, _asked_pair(context), render.print_note)
+        features = described(measured, prompt_tokens, cached, max_new_tokens)
     else:
-        sampling = SamplingParams(max_new_tokens=max(1, max_new_tokens))
-        content = _content(prompt, sampling)
-        gc.disable()
-        from rakvctl.core.loading import RuntimeOptions
-
-        options = RuntimeOptions(
-            target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile
-        )
-        measured, features = _plan(content, options, sampling)
+        max_new_tokens = max(1, max_new_tokens)
+        measured, features = _plan(prompt, choice, SamplingParams(max_new_tokens=max_new_tokens))
+    if features.max_new_tokens < max_new_tokens:
+        render.print_note(f"after this prompt the model has positions for {features.max_new_tokens} new tokens")
     if alpha is not None:
         features = replace(features, alpha=alpha)
     _show(CostModel(measured), features, plot, as_json)
     return 0
 
 
-def _known_profile(name: str, target: str, draft: str | None, threads: int | None) -> HardwareProfile:
-    """The profile of that name, or the user's newest for the pair on this processor. Raises ProfileError."""
-    draft_name = "" if draft == "none" else draft or default_draft(target) or ""
-    path = find_profile(target, draft_name, processor_name()) if name == "auto" else Path(name).expanduser()
-    pair = f"{target} with draft {draft_name}" if draft_name else target
-    if path is None:
-        raise ProfileError(f"there is no profile for {pair} on this machine", "measure one with: rakvctl calibrate")
-    profile = read_profile(path)
-    measured_threads = profile.fingerprint.threads
-    if threads is not None and threads != measured_threads:
-        raise ProfileError(
-            f"the profile {path} was measured with {measured_threads} threads, not with {threads}",
-            f"measure anew with: rakvctl calibrate --threads {threads}",
+def _refuse_nonsense(
+    prompt: str | None,
+    prompt_tokens: int | None,
+    cached: int,
+    max_new_tokens: int,
+    alpha: float | None,
+    plot: Path | None,
+) -> None:
+    """Raise UsageError for what no request can be."""
+    if prompt is not None and prompt_tokens is not None:
+        raise UsageError("PROMPT and --prompt-tokens are two requests", "give one of them")
+    if prompt_tokens is None and cached:
+        raise UsageError("--cached belongs to --prompt-tokens", "of a PROMPT the store itself says what is cached")
+    if cached > (prompt_tokens or 0):
+        raise UsageError(f"{cached} of {prompt_tokens} tokens cannot be cached", "give at most --prompt-tokens")
+    if 0 < cached < BUCKET_TOKENS:
+        raise UsageError(
+            f"{cached} tokens are never stored", f"give --cached at least {BUCKET_TOKENS}, or leave it out"
         )
-    return profile
+    if (prompt_tokens or 0) + max_new_tokens > _MOST_TOKENS:
+        raise UsageError(f"no model has room for more than {_MOST_TOKENS} tokens", "give --prompt-tokens and -n less")
+    if alpha is not None and math.isnan(alpha):
+        raise UsageError("--alpha is no number", "give a probability from 0 to 1")
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"cannot draw into {plot}", "give a file that ends with .png or .svg")
 
 
-def _features(profile: HardwareProfile, num_tokens: int, cached: int, max_new_tokens: int) -> Features:
-    """A request that is only described."""
-    return Features(
-        num_prompt_tokens=num_tokens,
-        max_new_tokens=max_new_tokens,
-        num_matched_tokens=cached,
-        num_cloned_tokens=cached,
-        num_draft_cloned_tokens=cached,
-        drafter="model" if profile.draft is not None else "none",
-        alpha=initial_experience(profile).alpha,
-        memory_budget_bytes=free_memory_bytes(),
-    )
+def _asked_pair(context: typer.Context) -> list[str]:
+    """Of target and draft, what the user has said; whoever names a target means its draft too."""
+    if not is_default(context, "target"):
+        return ["target", "draft"]
+    return [] if is_default(context, "draft") else ["draft"]
 
 
 def _content(argument: str | None, sampling: SamplingParams) -> inputs.Content:
@@ -138,16 +126,17 @@ def _content(argument: str | None, sampling: SamplingParams) -> inputs.Content:
     return inputs.readable(next(source.prompts)).content
 
 
-def _plan(
-    content: inputs.Content, options: "RuntimeOptions", sampling: SamplingParams
-) -> tuple[HardwareProfile, Features]:
+def _plan(argument: str | None, choice: Choice, sampling: SamplingParams) -> tuple[HardwareProfile, Features]:
     """What `generate` would know of the prompt, from the plan that it would make."""
-    from rakvctl.core.loading import load_pair, make_runtime
+    content = _content(argument, sampling)
+    gc.disable()
+    from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
     from rakvctl.measure.ready import fitting_profile
 
+    options = RuntimeOptions(**asdict(choice))
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:
-        profile = fitting_profile(pair, options.profile, render.print_note, on_progress)
+        profile = fitting_profile(pair, options, render.print_note, on_progress)
     runtime = make_runtime(pair, options, profile)
     return profile, runtime.plan(Request(inputs.encode(content, runtime.codec, None), sampling)).features
 
@@ -181,7 +170,7 @@ def _record(costs: CostModel, features: Features, decision: Decision) -> dict[st
                 "total_ms": row.total_ms,
                 "ms_per_token": row.total_ms / features.max_new_tokens if features.max_new_tokens else None,
                 "infeasible": row.infeasible,
-                "chosen": row.action == decision.action,
+                "chosen": cost_table.is_chosen(row, decision),
                 "crossover_alpha": costs.crossover(row.action, features),
             }
             for row in decision.table

@@ -15,7 +15,7 @@ from rakvctl.cli import outputs, progress, render
 from rakvctl.cli.inputs import BadPrompt, Prompt, PromptId, PromptSource, encode
 from rakvctl.cli.options import OutputFormat
 from rakvctl.cli.stats import Totals
-from rakvctl.core.errors import RequestError, UsageError, first_line
+from rakvctl.core.errors import RakvError, RequestError, UsageError, first_line
 from rakvctl.core.loading import RuntimeOptions
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Completion, Request
@@ -34,10 +34,16 @@ class GenerateOptions:
     quiet: bool
 
 
+class InterruptionError(RakvError):
+    """Ctrl-C while prompts are served: some of the results may be there to go on from."""
+
+    exit_code = 130
+
+
 def generate(source: PromptSource, runtime_options: RuntimeOptions, options: GenerateOptions) -> int:
-    """Run all prompts; return the exit code: 1 if one of them failed."""
+    """Run all prompts; return the exit code: 1 if one of them failed. Raises RakvError, also for an interruption."""
     as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
-    if options.resume and (options.out is None or (options.output is None and not source.several) or as_text):
+    if options.resume and (options.out is None or as_text):
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
     outputs.refuse_overwriting(options.out, source.files)
     with _output_stream(options) as (stream, finished):
@@ -52,16 +58,29 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
             outputs.empty(stream, options.out)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
-        with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
-            for prompt in source.prompts:
-                if finished[prompt.id] > 0:
-                    finished[prompt.id] -= 1
-                else:
-                    _serve(prompt, runtime, options.chat, writer, totals)
-                advance()
+        try:
+            with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
+                for prompt in source.prompts:
+                    if finished[prompt.id] > 0:
+                        finished[prompt.id] -= 1
+                    else:
+                        _serve(prompt, runtime, options.chat, writer, totals)
+                    advance()
+        except KeyboardInterrupt as error:
+            raise _interruption(options.out, as_text) from error
     if options.stats:
         totals.show(Console(stderr=True))
+    if totals.num_failed and not as_text:
+        num_prompts = totals.num_done + totals.num_failed
+        render.print_error(f"{totals.num_failed} of {num_prompts} prompts failed", "see the records with an `error`")
     return 1 if totals.num_failed else 0
+
+
+def _interruption(out: Path | None, as_text: bool) -> InterruptionError:
+    hint = "run the same command again"
+    if out is not None and not as_text:
+        hint = f"the records in {out} are complete; the same command with --resume goes on from there"
+    return InterruptionError("interrupted", hint)
 
 
 def _serve(

@@ -18,9 +18,10 @@ from rakvctl.cli.options import (
     Profile,
     Target,
     Threads,
+    check_sampling,
     parse_bytes,
 )
-from rakvctl.core.errors import UsageError
+from rakvctl.core.policies import policy_needs
 from rakvctl.core.types import SamplingParams
 
 _PROMPTS, _SAMPLING, _METHOD, _RESULTS = "Prompts", "Sampling", "Method", "Results"
@@ -76,16 +77,14 @@ def generate(
         ),
     ] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy, more is more random.")
+        float, typer.Option(metavar="T", rich_help_panel=_SAMPLING, help="0 is greedy, more is more random.")
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
             metavar="P",
-            min=0.0,
-            max=1.0,
             rich_help_panel=_SAMPLING,
-            help="Draw from the likeliest tokens of this total probability.",
+            help="Draw from the likeliest tokens of this total probability, 1 from all.",
         ),
     ] = 1.0,
     top_k: Annotated[
@@ -138,7 +137,11 @@ def generate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", rich_help_panel=_RESULTS, help="Write results to a file.", show_default="stdout"
+            "--out",
+            metavar="FILE",
+            rich_help_panel=_RESULTS,
+            help="Write results to a file. What it held is gone then, unless --resume is given.",
+            show_default="stdout",
         ),
     ] = None,
     resume: Annotated[
@@ -157,10 +160,8 @@ def generate(
     ] = False,
 ) -> int:
     """Generate text from one prompt or from files of prompts."""
-    if temperature == float("inf"):
-        raise UsageError("--temperature must be finite", "2 is already very random")
-    if top_p == 0.0 or (stop and "" in stop):
-        raise UsageError("--top-p must be above 0 and --stop must not be empty", "leave the option out to turn it off")
+    check_sampling(temperature, top_p, stop or [])
+    policy_needs(policy)  # an unknown one is refused before anything takes time
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -170,7 +171,7 @@ def generate(
         stop=tuple(stop or ()),
     )
     budget_bytes = parse_bytes(kv_budget)
-    source = inputs.open_prompts(prompt, file or [], input_format, sampling)
+    source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f")
 
     # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
     # all that is imported for garbage again and again.

@@ -1,25 +1,20 @@
 """Prompts in: from the argument, from files, from stdin; lazily, and a bad line is no reason to lose the others."""
 
-import codecs
-import io
 import json
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
 from rakvctl.cli.options import InputFormat
-from rakvctl.core.errors import RakvError, RequestError, UsageError
+from rakvctl.cli.prompt_files import STDIN, Piece, file_status, open_file
+from rakvctl.core.errors import RequestError, UsageError
 from rakvctl.core.text import Message, TextCodec
 from rakvctl.core.types import SamplingParams
 
 PromptId = str | int
 Content = str | tuple[Message, ...]
-STDIN = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +44,17 @@ class PromptSource:
 
 
 def open_prompts(
-    argument: str | None, files: list[str], input_format: InputFormat, sampling: SamplingParams
+    argument: str | None,
+    files: list[str],
+    input_format: InputFormat,
+    sampling: SamplingParams,
+    *,
+    option: str | None = None,
 ) -> PromptSource:
     """Find out where prompts come from; files are opened now, so that a missing one is known before anything runs.
 
-    Raises UsageError where there is no prompt at all, RakvError for a file that cannot be read.
+    `option` is the one that names the files, for hints. Raises UsageError where there is no prompt at all, RakvError
+    for a file that cannot be read.
     """
     if argument is None and not files:
         if sys.stdin is None or sys.stdin.isatty():
@@ -63,7 +64,7 @@ def open_prompts(
         argument, files = None, [STDIN, *files]
     if files.count(STDIN) > 1:
         raise UsageError("stdin is named twice", "it can be read once: name it once")
-    streams = [_open(name, input_format) for name in files]
+    streams = [open_file(name, input_format, option) for name in files]
     several = len(files) + (argument is not None) > 1 or any(stream.kind is not InputFormat.TEXT for stream in streams)
 
     def prompts() -> Iterator[Prompt | BadPrompt]:
@@ -71,21 +72,12 @@ def open_prompts(
             yield Prompt(1, argument, sampling)
         number = 1 if argument is not None else 0
         for stream in streams:
-            for raw in stream.pieces():
+            for piece in stream.pieces():
                 number += 1
-                yield _read(raw, stream.kind, number, sampling)
+                yield _read(piece, stream.kind, number, sampling)
 
     statuses = [file_status(stream.file) for stream in streams]
     return PromptSource(prompts(), several, tuple(status for status in statuses if status is not None))
-
-
-def file_status(stream: IO[Any]) -> os.stat_result | None:
-    """What tells the file on disk that a stream reads or writes from others; None for pipes, devices and the like."""
-    try:
-        status = os.fstat(stream.fileno())
-    except io.UnsupportedOperation:  # in memory
-        return None
-    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def readable(prompt: Prompt | BadPrompt) -> Prompt:
@@ -107,66 +99,19 @@ def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, 
     return codec.encode_chat(content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """An open file of a known format; `head` are the lines that were read to find the format out."""
-
-    file: BinaryIO
-    kind: InputFormat
-    head: list[bytes]
-
-    def pieces(self) -> Iterator[bytes]:
-        """The whole as one text, or line by line without blank ones; closes the file."""
-        with self.file:
-            if self.kind is InputFormat.TEXT:
-                yield b"".join([*self.head, self.file.read()])
-            else:
-                yield from (line for line in chain(self.head, self.file) if not _is_blank(line))
-
-
-def _open(name: str, input_format: InputFormat) -> _Stream:
-    """Open a file. By itself it is JSON Lines if it is called so or begins with an object that holds a prompt.
-
-    Blank lines before the object are none.
-    """
-    if name == STDIN and sys.stdin is None:
-        raise UsageError("stdin is closed", "give the prompt as an argument or with -f FILE")
-    try:
-        file = sys.stdin.buffer if name == STDIN else Path(name).open("rb")  # noqa: SIM115 - closed by `pieces`
-        head = _head(file) if input_format is InputFormat.AUTO else []
-    except OSError as error:
-        raise RakvError(f"cannot read {name}: {error.strerror}", "check the path given with -f") from error
-    if input_format is not InputFormat.AUTO:
-        return _Stream(file, input_format, head)
-    first = head[-1].removeprefix(codecs.BOM_UTF8)
-    is_object = first.lstrip().startswith(b"{") and (b'"prompt"' in first or b'"messages"' in first)
-    is_jsonl = is_object or Path(name).suffix.lower() in {".jsonl", ".ndjson"}
-    return _Stream(file, InputFormat.JSONL if is_jsonl else InputFormat.TEXT, head)
-
-
-def _head(file: BinaryIO) -> list[bytes]:
-    """The first lines, up to the first that is not blank; the last of them is empty where there is none."""
-    lines = [file.readline()]
-    while lines[-1] and _is_blank(lines[-1]):
-        lines.append(file.readline())
-    return lines
-
-
-def _is_blank(line: bytes) -> bool:
-    return not line.removeprefix(codecs.BOM_UTF8).strip()
-
-
-def _read(raw: bytes, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:
+def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:
+    """The prompt in a piece of a file, under its own id or else the count of prompts."""
     prompt_id: PromptId = number
     try:
-        text = _decode(raw)
+        text = _decode(piece.raw)
         if kind is not InputFormat.JSONL:
             return Prompt(number, text, sampling)
         fields = _parse(text)
         prompt_id = _id(fields, number)
         return Prompt(prompt_id, _content(fields), _sampling(fields, sampling))
     except RequestError as error:
-        return BadPrompt(prompt_id, error)
+        message = f"{piece.place}: {error.message}" if piece.place else error.message
+        return BadPrompt(prompt_id, RequestError(message, error.hint))
 
 
 def _decode(raw: bytes) -> str:
@@ -180,6 +125,11 @@ def _decode(raw: bytes) -> str:
 def _parse(text: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        # Its own line number counts within this line, and would be taken for one of the file.
+        raise RequestError(
+            f"not JSON: {error.msg}, column {error.colno}", "each line must be one JSON object"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON: {error}", "each line must be one JSON object") from error
     if not isinstance(fields, dict):
@@ -191,6 +141,8 @@ def _id(fields: dict[str, Any], number: int) -> PromptId:
     prompt_id = fields.get("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, str | int):
         raise RequestError("`id` is neither a string nor an integer", "give each line an id of its own, or none")
+    if isinstance(prompt_id, str) and any("\ud800" <= letter <= "\udfff" for letter in prompt_id):
+        raise RequestError("`id` holds half a surrogate pair", "no record could be written with it: mend it")
     return prompt_id
 
 

@@ -1,5 +1,6 @@
 """Options that commands share, and the parsing of their values."""
 
+import os
 import re
 import sys
 from enum import StrEnum
@@ -9,7 +10,7 @@ import typer
 
 from rakvctl.core.errors import UsageError
 
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]i?B|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]i?B|B)?", re.IGNORECASE | re.ASCII)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -50,13 +51,41 @@ def parse_bytes(text: str) -> int:
     """Bytes of a size such as `512MiB`, `2GB` or `1048576`. Raises UsageError for anything else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text} is not a size", "write a number with a unit, such as 512MiB, 2GB or 0")
+        raise UsageError(f"'{text}' is not a size", "write a number with a unit, such as 512MiB, 2GB or 0")
     unit = (match["unit"] or "B").upper()
     base = 1024 if unit.endswith("IB") else 1000
     size = float(match["number"]) * base ** _POWERS.get(unit[0], 0)
     if size > sys.maxsize:
         raise UsageError(f"{text} is more than any memory", "write a number with a unit, such as 512MiB, 2GB or 0")
     return int(size)
+
+
+def check_sampling(temperature: float, top_p: float, stop: list[str]) -> None:
+    """Raise UsageError for what no token can be drawn with; also where it is no number at all."""
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"--temperature {temperature:g} is not a number from 0 on", "0 is greedy, 2 is very random")
+    if not 0 < top_p <= 1:
+        raise UsageError(f"--top-p {top_p:g} is not above 0 and at most 1", "leave it out to draw from all tokens")
+    if "" in stop:
+        raise UsageError("--stop is empty", "an empty text stops nothing: leave it out")
+
+
+def _not_empty(value: str | None) -> str | None:
+    """What names something; where it is empty, a variable of the shell was most likely never set."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("it is empty; without the option its default is taken")
+    return value
+
+
+def _as_many_as_cores(num_threads: int | None) -> int | None:
+    """Threads that this machine can run at once: beyond its cores they only cost, and far beyond torch crashes."""
+    num_cores = os.cpu_count() or 1
+    if num_threads is not None and num_threads > num_cores:
+        raise UsageError(
+            f"--threads {num_threads} is more than this machine has cores",
+            f"it has {num_cores}: give 1 to {num_cores}, or leave the option out",
+        )
+    return num_threads
 
 
 _MODELS = "Models"
@@ -68,6 +97,7 @@ Target = Annotated[
         "--target",
         metavar="MODEL",
         envvar="RAKVCTL_TARGET",
+        callback=_not_empty,
         rich_help_panel=_MODELS,
         help="The model: tiny, smollm2, a Hub id, a directory, or a .gguf file.",
     ),
@@ -79,6 +109,7 @@ Draft = Annotated[
         "--draft",
         metavar="MODEL|none",
         envvar="RAKVCTL_DRAFT",
+        callback=_not_empty,
         rich_help_panel=_MODELS,
         help="The draft model, of the same tokenizer.",
         show_default="the target's own draft if it has one, else none",
@@ -88,6 +119,7 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="auto|cpu|cuda[:N]|mps",
+        callback=_not_empty,
         rich_help_panel=_MODELS,
         help="Where to compute; auto takes a GPU if there is one.",
     ),
@@ -103,7 +135,12 @@ DtypeOption = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, rich_help_panel=_MODELS, help="CPU threads to compute with.", show_default="torch's choice"
+        metavar="N",
+        min=1,
+        callback=_as_many_as_cores,
+        rich_help_panel=_MODELS,
+        help="CPU threads to compute with, at most one a core.",
+        show_default="torch's choice",
     ),
 ]
 Profile = Annotated[
@@ -112,6 +149,7 @@ Profile = Annotated[
         "--profile",
         metavar="PATH|auto",
         envvar="RAKVCTL_PROFILE",
+        callback=_not_empty,
         rich_help_panel=_MODELS,
         help="Measured costs of this machine; auto is your own profile for it, measured if there is none.",
     ),

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-from rakvctl.cli.inputs import PromptId, file_status
+from rakvctl.cli.inputs import PromptId
+from rakvctl.cli.prompt_files import file_status
 from rakvctl.core.errors import RakvError, UsageError
 from rakvctl.core.files import replace_file
 

@@ -32,9 +32,16 @@ def make_table(title: str, columns: list[str]) -> Table:
 
 
 def number(value: float) -> str:
-    """Three digits, or all of them before the point."""
+    """Three digits, or all of them before the point, unless they are so many that no column holds them."""
     if math.isnan(value):
         return "-"
+    if value >= 1e6:
+        return f"{value:.0e}"
     if isinstance(value, int) or value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 or value == 0 else f"{value:.2f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """So many of a thing, such as `1 thread` or `2 threads`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from rakvctl.cli.page import make_table, number, open_page
+from rakvctl.cli.page import counted, make_table, number, open_page
 from rakvctl.core.cost import alpha_for
 from rakvctl.core.profile import HardwareProfile
 
@@ -21,7 +21,8 @@ def show_profile(profile: HardwareProfile) -> None:
     mark = profile.fingerprint
     draft = f", draft {mark.draft}" if mark.draft else ", no draft model"
     with open_page() as page:
-        page.print(f"{mark.target}{draft}; {mark.processor}, {mark.device}, {mark.threads} threads, {mark.dtype}")
+        threads = counted(mark.threads, "thread")
+        page.print(f"{mark.target}{draft}; {mark.processor}, {mark.device}, {threads}, {mark.dtype}")
         page.print(_rounds_table(profile))
         page.print(_prefill_table(profile))
         page.print(_limits(profile))
@@ -105,7 +106,7 @@ def show_drifts(drifts: Sequence["Drift"]) -> None:
     """The points that were timed again."""
     table = make_table("Timed again, ms", ["point", "profile", "now", "change"])
     for drift in drifts:
-        point = f"{drift.point.curve}, {drift.point.size} tokens after {drift.point.context}"
+        point = f"{drift.point.curve}, {counted(drift.point.size, 'token')} after {drift.point.context}"
         style = "bold red" if drift.is_stale else ""
         table.add_row(point, number(drift.profile_ms), number(drift.measured_ms), f"{drift.change:+.0%}", style=style)
     with open_page() as page:

@@ -126,7 +126,9 @@ class JsonlWriter:
         self._write(error_record(prompt_id, error))
 
     def _write(self, record: dict[str, Any]) -> None:
-        write_out(self._stream, json.dumps(record, ensure_ascii=False) + "\n")
+        # What an error quotes, such as the name of a file, need not be Unicode; JSON is.
+        text = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace").decode()
+        write_out(self._stream, text + "\n")
 
 
 class TextWriter:

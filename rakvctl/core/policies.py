@@ -11,7 +11,7 @@ from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 _MAX_DRAFT_LEN = 32
-_FIXED = re.compile(r"(ar|kv|spec-(?P<spec>\d+)|joint-(?P<joint>\d+))")
+_FIXED = re.compile(r"(ar|kv|spec-(?P<spec>[1-9][0-9]?)|joint-(?P<joint>[1-9][0-9]?))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def make_policy(name: str, profile: HardwareProfile | None = None) -> Policy:
 def _fixed_policy(name: str) -> FixedPolicy:
     match = _FIXED.fullmatch(name)
     draft_len = int(match["spec"] or match["joint"] or 0) if match else -1
-    if match is None or draft_len > _MAX_DRAFT_LEN or (draft_len == 0 and name not in ("ar", "kv")):
+    if match is None or draft_len > _MAX_DRAFT_LEN:
         raise UsageError(
             f"there is no policy {name}",
             f"choose rakv, ar, kv, spec-K or joint-K, with K from 1 to {_MAX_DRAFT_LEN} drafted tokens a round",

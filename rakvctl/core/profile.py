@@ -6,7 +6,7 @@ nothing.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 SCHEMA_VERSION = 1
 
@@ -81,15 +81,29 @@ class Fingerprint:
     draft_digest: str
 
 
+def field_label(name: str) -> str:
+    """A field of the fingerprint in words."""
+    labels = {"threads": "number of threads", "versions": "version of the libraries"}
+    return labels.get(name) or name.replace("_digest", " checkpoint")
+
+
+def foreign_fields(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
+    """The names of the fields in which two fingerprints differ."""
+    names = [field.name for field in fields(Fingerprint)]
+    return [name for name in names if getattr(theirs, name) != getattr(ours, name)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
     """One model. Sizes are prompt tokens for `prefill`, positions for `clone` and `insert` (which know no context).
 
     `new_length_ms`: what the first prefill of a length takes more than the next one, as kernels are made for it.
+    `max_positions`: the longest sequence the model can hold; None where that is not known.
     """
 
     weight_bytes: int
     kv_bytes_per_token: int
+    max_positions: int | None = None
     new_length_ms: float
     prefill: Curve
     clone: Curve

@@ -1,9 +1,10 @@
 """The profile as a YAML file for people: read with every value checked, written all or nothing."""
 
 import dataclasses
-import hashlib
+import errno
 import math
-import re
+import os
+import tempfile
 import types
 import typing
 from itertools import pairwise
@@ -12,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from rakvctl.core.errors import ProfileError, first_line
+from rakvctl.core.errors import ProfileError, RakvError, first_line
 from rakvctl.core.files import replace_file
-from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile
+from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile, field_label, foreign_fields
 
 # The least and the largest value of fields that are not just any number from 0 on.
 _RANGES = {"alpha": (0.0, 1.0), "spearman": (-1.0, 1.0), "memory_bytes_per_ms": (math.ulp(0.0), math.inf)}
@@ -34,36 +35,31 @@ def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
 _Dumper.add_representer(list, _represent_list)
 
 
-def profile_directory() -> Path:
-    """Where the user's profiles are kept."""
-    import platformdirs
-
-    return platformdirs.user_data_path("rakvctl") / "profiles"
-
-
-def default_path(fingerprint: Fingerprint) -> Path:
-    """The place of the profile for one hardware, pair and dtype: a name for people, a digest that tells all apart."""
-    pair = [fingerprint.target, fingerprint.draft] if fingerprint.draft else [fingerprint.target]
-    names = [*pair, fingerprint.dtype, fingerprint.backend, fingerprint.device, f"{fingerprint.threads}-threads"]
-    names.append(fingerprint.processor)
-    digest = hashlib.blake2b("\0".join([*names, str(len(pair))]).encode("utf-8", "replace"), digest_size=4).hexdigest()
-    return profile_directory() / f"{'_'.join(filter(None, map(_slug, names)))}_{digest}.yaml"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower())[-24:].strip("-.")
-
-
 def write_profile(profile: HardwareProfile, path: Path) -> None:
-    """Write a profile in place of what was there. Raises ProfileError where it cannot be written."""
+    """Write a profile in place of what was there. Raises RakvError where it cannot be written."""
     text = yaml.dump(_plain(profile), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
     except OSError as error:
-        raise ProfileError(
-            f"cannot write the profile {path}: {error.strerror}", "give -o a path in a writable directory"
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise RakvError where a profile could not be written, before time is spent on it. Makes missing directories."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # a device or a pipe is written in place
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> RakvError:
+    return RakvError(f"cannot write the profile {path}: {error.strerror}", "give -o a file in a writable directory")
 
 
 def _plain(value: Any) -> Any:
@@ -77,24 +73,50 @@ def _plain(value: Any) -> Any:
 
 def read_profile(path: Path) -> HardwareProfile:
     """Read and check a profile. Raises ProfileError that says what is wrong with it."""
-    if path.exists() and not path.is_file():
-        # A device may never end.
-        raise ProfileError(f"cannot read the profile {path}: it is no regular file", _MEND)
+    profile: HardwareProfile = _checked(HardwareProfile, _load(_text(path), path), path)
+    return profile
+
+
+def read_fingerprint(path: Path) -> Fingerprint:
+    """Read only whose measurements a file holds, which takes no time. Raises ProfileError."""
+    text = _text(path)
+    content = _load(text.partition("\ntarget:")[0], path)
+    if "fingerprint" not in content:  # somebody has put the entries in another order
+        content = _load(text, path)
+    fingerprint: Fingerprint = _checked(Fingerprint, content.get("fingerprint"), path)
+    return fingerprint
+
+
+def _text(path: Path) -> str:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():
+            # A device may never end.
+            raise ProfileError(f"cannot read the profile {path}: it is no regular file", _MEND)
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ProfileError(f"cannot read the profile {path}: {error.strerror}", _MEND) from error
+    except ValueError as error:
+        raise ProfileError(f"{path} is not a YAML file: {first_line(error)}", _MEND) from error
+
+
+def _load(text: str, path: Path) -> dict[str, Any]:
+    """The entries of a file of our schema version, values unchecked."""
+    try:
+        content = yaml.safe_load(text)
     except _YAML_ERRORS as error:
         raise ProfileError(f"{path} is not a YAML file: {first_line(error)}", _MEND) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
+    if not isinstance(content, dict) or version != SCHEMA_VERSION:
         found = "none" if version is None else repr(version)
         raise ProfileError(f"{path} has schema version {found}, this program reads {SCHEMA_VERSION}", _MEND)
+    return content
+
+
+def _checked(kind: Any, content: Any, path: Path) -> Any:
     try:
-        profile: HardwareProfile = _parse(HardwareProfile, content, "")
+        return _parse(kind, content, "")
     except (ValueError, OverflowError) as error:
         raise ProfileError(f"{path} is no valid profile: {error}", _MEND) from error
-    return profile
 
 
 def refuse_foreign(profile: HardwareProfile, here: Fingerprint, where: str) -> None:
@@ -107,30 +129,6 @@ def refuse_foreign(profile: HardwareProfile, here: Fingerprint, where: str) -> N
             f"the profile {where} was measured with another {field_label(name)}: {theirs}; here it is {ours}",
             _MEND,
         )
-
-
-def field_label(name: str) -> str:
-    """A field of the fingerprint in words."""
-    labels = {"threads": "number of threads", "versions": "version of the libraries"}
-    return labels.get(name) or name.replace("_digest", " checkpoint")
-
-
-def foreign_fields(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """The names of the fields in which two fingerprints differ."""
-    names = [field.name for field in dataclasses.fields(Fingerprint)]
-    return [name for name in names if getattr(theirs, name) != getattr(ours, name)]
-
-
-def find_profile(target: str, draft: str, processor: str) -> Path | None:
-    """The newest of the user's profiles for a pair on this processor, found without loading a model."""
-    for path in sorted(profile_directory().glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True):
-        try:
-            fingerprint = read_profile(path).fingerprint
-        except ProfileError:
-            continue  # whatever is wrong with another pair's is not in this one's way
-        if (fingerprint.target, fingerprint.draft, fingerprint.processor) == (target, draft, processor):
-            return path
-    return None
 
 
 _MEND = "measure anew with: rakvctl calibrate"
@@ -154,12 +152,13 @@ def _parse_fields(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not a mapping")
     hints = typing.get_type_hints(kind)
-    unknown, lacking = sorted(map(str, value.keys() - hints.keys())), sorted(hints.keys() - value.keys())
+    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    unknown, lacking = sorted(map(str, value.keys() - hints.keys())), sorted(needed - value.keys())
     if unknown or lacking:
         problem = f"has an unknown entry {unknown[0]}" if unknown else f"lacks {lacking[0]}"
         raise ValueError(f"{where or 'it'} {problem}")
     prefix = f"{where}." if where else ""
-    parsed = kind(**{name: _parse(hint, value[name], prefix + name) for name, hint in hints.items()})
+    parsed = kind(**{name: _parse(hint, value[name], prefix + name) for name, hint in hints.items() if name in value})
     if isinstance(parsed, Curve):
         _check_curve(parsed, where)
     return parsed

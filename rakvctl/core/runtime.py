@@ -12,9 +12,18 @@ from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError
 from rakvctl.core.policies import Policy
-from rakvctl.core.store import BUCKET_TOKENS, PrefixStore
+from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
-from rakvctl.core.types import Completion, Decision, Features, PrefixEntry, PrefixMatch, Request, StepEvent
+from rakvctl.core.types import (
+    BUCKET_TOKENS,
+    Completion,
+    Decision,
+    Features,
+    PrefixEntry,
+    PrefixMatch,
+    Request,
+    StepEvent,
+)
 from rakvctl.core.verify import make_verifier
 
 

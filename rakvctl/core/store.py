@@ -8,10 +8,7 @@ import hashlib
 import numpy as np
 
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import PrefixEntry, PrefixMatch
-
-# Prompts are put into buckets by this many first tokens; shorter ones are neither stored nor found.
-BUCKET_TOKENS = 16
+from rakvctl.core.types import BUCKET_TOKENS, PrefixEntry, PrefixMatch
 
 
 class PrefixStore:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length"]
+# Prompts are put into the store's buckets by this many first tokens; shorter ones are neither stored nor found.
+BUCKET_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)

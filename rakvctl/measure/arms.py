@@ -1,10 +1,12 @@
 """The contestants of a benchmark: our policies, each on a runtime of its own, behind the Protocol that peers share."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rakvctl.core.acceptance import Experience, initial_experience
+from rakvctl.core.drafters import Drafter
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import FixedPolicy, Policy, make_policy
 from rakvctl.core.profile import HardwareProfile
@@ -72,7 +74,8 @@ class PolicyArm:
     def prepare(self, task: Task) -> Callable[[], Outcome]:
         """Store what the task says is stored; the caches are left from something else."""
         entries = stored_entries(self._pair, task.stored) if self._policy.needs.store else []
-        runtime = make_arm_runtime(self._pair, self._policy, entries, self._experience, self._clock)
+        drafter, store = self._pair.drafter(), store_of(entries)
+        runtime = make_arm_runtime(self._pair, self._policy, drafter, store, self._experience, self._clock)
         request = Request(task.prompt, SamplingParams(max_new_tokens=task.max_new_tokens))
 
         def serve() -> Outcome:
@@ -98,24 +101,32 @@ def stored_entries(pair: ModelPair, prompt: tuple[int, ...] | None) -> list[Pref
         return []
     tier = MemoryTier(STORE_BYTES)
     policy = FixedPolicy("fill", Action(reuse=True, draft_len=1 if pair.draft is not None else 0))
-    runtime = Runtime(
-        codec=pair.codec, target=pair.target, drafter=pair.drafter(), store=PrefixStore(tier), policy=policy
-    )
+    runtime = make_arm_runtime(pair, policy, pair.drafter(), PrefixStore(tier))
     runtime.run(Request(prompt, SamplingParams(max_new_tokens=2)))
     return list(tier)
 
 
-def make_arm_runtime(
-    pair: ModelPair, policy: Policy, entries: list[PrefixEntry], experience: Experience, clock: Clock
-) -> Runtime:
-    """A runtime whose store holds exactly these entries."""
+def store_of(entries: Sequence[PrefixEntry]) -> PrefixStore:
+    """A store that holds exactly these entries."""
     store = PrefixStore(MemoryTier(STORE_BYTES))
     for entry in entries:
         store.insert(entry)
+    return store
+
+
+def make_arm_runtime(
+    pair: ModelPair,
+    policy: Policy,
+    drafter: Drafter | None,
+    store: PrefixStore,
+    experience: Experience | None = None,
+    clock: Clock = time.perf_counter,
+) -> Runtime:
+    """A runtime on the pair."""
     return Runtime(
         codec=pair.codec,
         target=pair.target,
-        drafter=pair.drafter(),
+        drafter=drafter,
         store=store,
         policy=policy,
         experience=experience,

@@ -1,13 +1,12 @@
 """The benchmark: every arm serves every prompt, in turn; all tokens are compared with those of plain decoding."""
 
-import gc
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rakvctl.core.engine import Engine
 from rakvctl.measure.arms import Arm, Outcome, Task
-from rakvctl.measure.timing import Clock
+from rakvctl.measure.timing import Clock, no_garbage_collection
 
 # Plain decoding: what all others have to equal, and are compared with.
 REFERENCE = "ar"
@@ -37,20 +36,35 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first position at which an arm's tokens differ from the reference's; None: one of them is shorter."""
+    """The first position at which an arm's tokens differ from the reference's; None: one of them is shorter.
 
-    prompt: BenchPrompt
+    The logits are those of the target after the tokens that both have in common.
+    """
+
+    workload: str
+    prompt_id: str
     arm: str
+    repeat: int
     position: int
     token: int | None
     expected: int | None
+    logit: float | None
+    expected_logit: float | None
+
+    @property
+    def margin(self) -> float | None:
+        """By how much the target prefers the reference's token."""
+        if self.logit is None or self.expected_logit is None:
+            return None
+        return self.expected_logit - self.logit
 
 
 class Bench:
     """Runs the executions, in random order within each prompt so that drift hits every arm alike."""
 
-    def __init__(self, arms: Sequence[Arm], *, repeats: int, seed: int, clock: Clock) -> None:
-        """One arm must be the reference."""
+    def __init__(self, arms: Sequence[Arm], target: Engine, *, repeats: int, seed: int, clock: Clock) -> None:
+        """One arm must be the reference; `target` scores the tokens that differ."""
+        self._target = target
         self._arms = list(arms)
         self._repeats = repeats
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
@@ -72,13 +86,13 @@ class Bench:
     def _round(self, prompt: BenchPrompt, repeat: int) -> Iterator[Sample]:
         order = list(self._arms)
         self._random.shuffle(order)
-        with _no_garbage_collection():
+        with no_garbage_collection():
             outcomes = {arm.name: self._execute(arm, prompt.task) for arm in order}
         expected = outcomes[REFERENCE].token_ids
         for name, outcome in outcomes.items():
             equal = outcome.token_ids == expected
             if not equal:
-                self.mismatches.append(_mismatch(prompt, name, outcome.token_ids, expected))
+                self.mismatches.append(self._mismatch(prompt, name, repeat, outcome.token_ids, expected))
             yield Sample(prompt.workload, prompt.id, name, repeat, len(prompt.task.prompt), outcome, equal)
 
     def _execute(self, arm: Arm, task: Task) -> Outcome:
@@ -89,27 +103,13 @@ class Bench:
         self.overhead_ms = max(self.overhead_ms, (self._clock() - started) * 1e3 - outcome.total_ms)
         return outcome
 
-
-def _mismatch(prompt: BenchPrompt, arm: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Mismatch:
-    shared = min(len(found), len(expected))
-    position = next((index for index in range(shared) if found[index] != expected[index]), shared)
-    return Mismatch(
-        prompt,
-        arm,
-        position,
-        found[position] if position < len(found) else None,
-        expected[position] if position < len(expected) else None,
-    )
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect before, not during: a collection in one arm's time would be another's garbage."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def _mismatch(
+        self, prompt: BenchPrompt, arm: str, repeat: int, found: tuple[int, ...], expected: tuple[int, ...]
+    ) -> Mismatch:
+        shared = min(len(found), len(expected))
+        position = next((index for index in range(shared) if found[index] != expected[index]), shared)
+        token, wanted = (ids[position] if position < len(ids) else None for ids in (found, expected))
+        self._target.rollback(0)
+        logits = self._target.prefill((*prompt.task.prompt, *expected[:position])).numpy()[-1]
+        scores = [None if id_ is None else float(logits[id_]) for id_ in (token, wanted)]
+        return Mismatch(prompt.workload, prompt.id, arm, repeat, position, token, wanted, *scores)

@@ -15,9 +15,9 @@ from rakvctl.core.policies import FixedPolicy, Policy, RakvPolicy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Action, Decision, PrefixEntry, Request, SamplingParams
-from rakvctl.measure.arms import Task, make_arm_runtime, stored_entries
+from rakvctl.measure.arms import Task, make_arm_runtime, store_of, stored_entries
 from rakvctl.measure.statistics import mape_percent, spearman
-from rakvctl.measure.timing import Clock
+from rakvctl.measure.timing import Clock, no_garbage_collection
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,13 @@ class ControllerStudy:
         taken: dict[Action, list[float]] = {action: [] for action in actions}
         for _ in range(self._repeats):
             self._random.shuffle(actions)
-            for action in actions:
-                runtime = self._runtime(FixedPolicy("fixed", action), entries, Experience())
-                taken[action].append(runtime.run(request).total_ms)
+            with no_garbage_collection():
+                for action in actions:
+                    runtime = self._runtime(FixedPolicy("fixed", action), entries, Experience())
+                    taken[action].append(runtime.run(request).total_ms)
         # The chosen action once more, not timed: what it teaches is what would have been known in use.
         self._runtime(FixedPolicy("fixed", decision.action), entries, self._experience).run(request)
         return Trial(case, decision, {action: statistics.median(times) for action, times in taken.items()})
 
     def _runtime(self, policy: Policy, entries: list[PrefixEntry], experience: Experience) -> Runtime:
-        return make_arm_runtime(self._pair, policy, entries, experience, self._clock)
+        return make_arm_runtime(self._pair, policy, self._pair.drafter(), store_of(entries), experience, self._clock)

@@ -4,22 +4,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rakvctl.core.errors import ProfileError
+from rakvctl.core.errors import RakvError
 from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
 from rakvctl.core.models import Notify
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import policy_needs
-from rakvctl.core.profile import HardwareProfile
-from rakvctl.core.profile_file import (
-    default_path,
-    field_label,
-    foreign_fields,
-    read_profile,
-    refuse_foreign,
-    write_profile,
-)
+from rakvctl.core.profile import HardwareProfile, field_label, foreign_fields
+from rakvctl.core.profile_file import read_profile, refuse_foreign, write_profile
+from rakvctl.core.profile_places import default_path
 from rakvctl.core.runtime import Runtime
 from rakvctl.measure.calibrate import calibrate
+from rakvctl.measure.mending import calibrate_command, mending
 from rakvctl.measure.timing import Effort, Progress
 
 QUICK_SECONDS = 10.0
@@ -35,28 +30,47 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
         return make_runtime(pair, options, None)
     if not pair.target.can_rollback:
         return make_runtime(pair, replace(options, policy="ar"), None)
-    return make_runtime(pair, options, fitting_profile(pair, options.profile, notify, on_progress))
+    return make_runtime(pair, options, fitting_profile(pair, options, notify, on_progress))
 
 
-def fitting_profile(pair: ModelPair, name: str, notify: Notify, on_progress: Progress) -> HardwareProfile:
-    """The profile at a path, or for `auto` the user's own for this pair and hardware, measured now if need be."""
-    here = pair.fingerprint()
-    if name != "auto":
-        profile = read_profile(Path(name).expanduser())
-        refuse_foreign(profile, here, name)
-        return profile
-    path = default_path(here)
-    if path.exists():
-        profile = read_profile(path)
-        differing = foreign_fields(profile.fingerprint, here)
-        if not differing:
+def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on_progress: Progress) -> HardwareProfile:
+    """The profile at a path, or for `auto` the user's own for this pair and hardware, measured now if need be.
+
+    Raises ProfileError where a file does not fit or cannot be read.
+    """
+    name, here = options.profile, pair.fingerprint()
+    path = default_path(here) if name == "auto" else Path(name).expanduser()
+    if options.drafter == "none":
+        options = replace(options, draft="none")
+    with mending(options):
+        if name != "auto":
+            profile = read_profile(path)
+            refuse_foreign(profile, here, name)
             return profile
-        notify(f"the profile is of another {field_label(differing[0])}: measuring anew, about {QUICK_SECONDS:.0f} s")
-    else:
-        notify(f"no profile for this machine and pair: measuring one, about {QUICK_SECONDS:.0f} s, this once")
-    profile = calibrate(pair, Effort(budget_s=QUICK_SECONDS), time.perf_counter, on_progress).profile
+        if path.exists():
+            profile = read_profile(path)
+            differing = foreign_fields(profile.fingerprint, here)
+            if not differing:
+                return profile
+            why = f"the profile is of another {field_label(differing[0])}: measuring anew"
+        else:
+            why = "no profile for this machine and pair: measuring one"
+    notify(f"{why}, about {QUICK_SECONDS:.0f} s, this once")
+    return _measured_now(pair, options, path, notify, on_progress)
+
+
+def _measured_now(
+    pair: ModelPair, options: RuntimeOptions, path: Path, notify: Notify, on_progress: Progress
+) -> HardwareProfile:
+    """A quick profile, kept where it can be."""
+    calibration = calibrate(pair, Effort(budget_s=QUICK_SECONDS), time.perf_counter, on_progress)
+    if calibration.noisy:
+        notify(
+            "some of its times varied by more than a tenth, so choices may not be the best: close other programs, "
+            f"then run: {calibrate_command(options)}"
+        )
     try:
-        write_profile(profile, path)
-    except ProfileError as error:
+        write_profile(calibration.profile, path)
+    except RakvError as error:
         notify(f"{error.message}; the next run will measure again")
-    return profile
+    return calibration.profile

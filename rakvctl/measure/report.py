@@ -19,17 +19,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     _write(path, to_json(content, indent=1) + "\n")
 
 
-def write_report(path: Path, profile: HardwareProfile, sections: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
-    """Write titled Markdown tables, one dict a row, under what was measured and where."""
+def write_report(path: Path, profile: HardwareProfile, title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write a titled Markdown table, one dict a row, under what was measured and where."""
     mark = profile.fingerprint
     lines = [
         "# rakvctl bench",
         "",
         f"{mark.target}{f' with draft {mark.draft}' if mark.draft else ''}, {mark.dtype}; {mark.processor}, "
         f"{mark.device}, {mark.threads} threads; {mark.versions}.",
+        "",
+        f"## {title}",
+        "",
+        *markdown_table(rows),
     ]
-    for title, rows in sections.items():
-        lines += ["", f"## {title}", "", *markdown_table(rows)]
     _write(path, "\n".join(lines) + "\n")
 
 

@@ -32,7 +32,12 @@ class ArmSummary:
 
 
 def summarize(samples: Sequence[Sample]) -> list[ArmSummary]:
-    """Every arm on every workload, the reference first, and on all of them together if there are several."""
+    """Every arm on every workload, the reference first, and on all of them together if there are several.
+
+    Only prompts that the reference was run on count: of those cut off by an interrupt nothing can be compared.
+    """
+    known = {(sample.workload, sample.prompt_id) for sample in samples if sample.arm == REFERENCE}
+    samples = [sample for sample in samples if (sample.workload, sample.prompt_id) in known]
     workloads = list(dict.fromkeys(sample.workload for sample in samples))
     arms = sorted(dict.fromkeys(sample.arm for sample in samples), key=lambda arm: arm != REFERENCE)
     names = [*workloads, ALL] if len(workloads) > 1 else workloads

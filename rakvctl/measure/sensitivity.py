@@ -2,11 +2,10 @@
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from rakvctl.core.acceptance import Experience
 from rakvctl.core.cost import DRAFT_LENS, CostModel
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.pair import ModelPair
@@ -14,11 +13,10 @@ from rakvctl.core.policies import FixedPolicy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.seams import KVSnapshot
-from rakvctl.core.store import PrefixStore
-from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import Action, Features, Proposal, Request, SamplingParams
+from rakvctl.core.types import Action, Completion, Features, Proposal, Request, SamplingParams
 from rakvctl.core.verify import Verifier
-from rakvctl.measure.timing import Clock
+from rakvctl.measure.arms import make_arm_runtime, store_of
+from rakvctl.measure.timing import Clock, no_garbage_collection
 
 ALPHAS = tuple(step / 10 for step in range(1, 11))
 
@@ -67,8 +65,23 @@ def _another(token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class SensitivityRun:
+    """One execution with `draft_len` drafted tokens at acceptance `alpha`, milliseconds.
+
+    `equal`: whether its tokens are plain decoding's.
+    """
+
+    draft_len: int
+    alpha: float
+    prompt: int
+    actual_ms: float
+    predicted_ms: float
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SensitivityPoint:
-    """A prompt's time with `draft_len` drafted tokens at acceptance `alpha`, milliseconds (median over prompts)."""
+    """The medians over prompts at one k and alpha, milliseconds."""
 
     draft_len: int
     alpha: float
@@ -85,41 +98,62 @@ class Crossover:
     predicted: float | None
 
 
-def sensitivity(
-    pair: ModelPair,
-    profile: HardwareProfile,
-    prompts: Sequence[tuple[int, ...]],
-    max_new_tokens: int,
-    *,
-    seed: int,
-    clock: Clock,
-    on_progress: Callable[[float], None],
-) -> list[SensitivityPoint]:
-    """Every k at every alpha for every prompt, in random order; k = 0 is measured as often as the others."""
-    costs, rng = CostModel(profile), random.Random(seed)  # noqa: S311 - not for secrets
-    cells = [(draft_len, alpha) for draft_len in DRAFT_LENS for alpha in ALPHAS]
-    actual: dict[tuple[int, float], list[float]] = {cell: [] for cell in cells}
-    predicted: dict[tuple[int, float], list[float]] = {cell: [] for cell in cells}
-    for number, prompt in enumerate(prompts):
-        request = Request(prompt, SamplingParams(max_new_tokens=max_new_tokens))
-        plain = _runtime(pair, 0, None, clock).run(request)
-        continuation = (*prompt, *plain.token_ids)
+class SensitivityStudy:
+    """Runs every k at every alpha for every prompt, in random order; k = 0 is measured as often as the others."""
+
+    def __init__(
+        self, pair: ModelPair, profile: HardwareProfile, max_new_tokens: int, *, seed: int, clock: Clock
+    ) -> None:
+        """The pair must have a draft model: acceptance can only be varied where something is drafted."""
+        self._pair = pair
+        self._costs = CostModel(profile)
+        self._max_new_tokens = max_new_tokens
+        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._clock = clock
+        self.cells = [(draft_len, alpha) for draft_len in DRAFT_LENS for alpha in ALPHAS]
+
+    def run(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[SensitivityRun]:
+        """One execution after another, as many as there are cells for each prompt."""
+        for number, prompt in enumerate(prompts):
+            request = Request(prompt, SamplingParams(max_new_tokens=self._max_new_tokens))
+            plain = self._runtime(0, None).run(request)
+            self._random.shuffle(self.cells)
+            for draft_len, alpha in self.cells:
+                yield self._run(number, request, plain, draft_len, alpha)
+
+    def _run(self, number: int, request: Request, plain: Completion, draft_len: int, alpha: float) -> SensitivityRun:
+        drafter = self._pair.drafter()
+        assert drafter is not None
+        continuation = (*request.prompt_token_ids, *plain.token_ids)
+        replay = ReplayDrafter(drafter, continuation, alpha, self._random.randrange(2**32))
+        with no_garbage_collection():
+            completion = self._runtime(draft_len, replay).run(request)
         features = Features(
-            num_prompt_tokens=len(prompt), max_new_tokens=len(plain.token_ids), drafter="model", alpha=0.0
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_new_tokens=len(plain.token_ids),
+            drafter="model",
+            alpha=alpha,
         )
-        rng.shuffle(cells)
-        for done, (draft_len, alpha) in enumerate(cells):
-            drafter = pair.drafter()
-            assert drafter is not None, "acceptance can only be varied where something is drafted"
-            replay = ReplayDrafter(drafter, continuation, alpha, rng.randrange(2**32))
-            completion = _runtime(pair, draft_len, replay, clock).run(request)
-            assert completion.token_ids == plain.token_ids, "speculation changed a token"
-            actual[draft_len, alpha].append(completion.total_ms)
-            action = Action(reuse=False, draft_len=draft_len)
-            predicted[draft_len, alpha].append(costs.breakdown(action, replace(features, alpha=alpha)).total_ms)
-            on_progress((number + (done + 1) / len(cells)) / len(prompts))
+        predicted_ms = self._costs.breakdown(Action(reuse=False, draft_len=draft_len), features).total_ms
+        equal = completion.token_ids == plain.token_ids
+        return SensitivityRun(draft_len, alpha, number, completion.total_ms, predicted_ms, equal)
+
+    def _runtime(self, draft_len: int, drafter: Drafter | None) -> Runtime:
+        policy = FixedPolicy("fixed", Action(reuse=False, draft_len=draft_len))
+        return make_arm_runtime(self._pair, policy, drafter, store_of([]), clock=self._clock)
+
+
+def medians(runs: Sequence[SensitivityRun]) -> list[SensitivityPoint]:
+    """Over the prompts, for each k and alpha that was run."""
+    cells: dict[tuple[int, float], list[SensitivityRun]] = {}
+    for run in runs:
+        cells.setdefault((run.draft_len, run.alpha), []).append(run)
     return [
-        SensitivityPoint(*cell, statistics.median(actual[cell]), statistics.median(predicted[cell]))
+        SensitivityPoint(
+            *cell,
+            statistics.median(run.actual_ms for run in cells[cell]),
+            statistics.median(run.predicted_ms for run in cells[cell]),
+        )
         for cell in sorted(cells)
     ]
 
@@ -127,6 +161,8 @@ def sensitivity(
 def crossovers(points: Sequence[SensitivityPoint]) -> list[Crossover]:
     """Where each k's line crosses that of k = 0, measured and predicted, linear between the alphas."""
     plain = [point for point in points if point.draft_len == 0]
+    if not plain:
+        return []
     plain_actual = statistics.median(point.actual_ms for point in plain)
     plain_predicted = statistics.median(point.predicted_ms for point in plain)
     found = []
@@ -146,15 +182,3 @@ def _crossing(line: Sequence[tuple[float, float]]) -> float | None:
         if above > 0.0 >= below:
             return left + (right - left) * above / (above - below)
     return line[0][0]
-
-
-def _runtime(pair: ModelPair, draft_len: int, drafter: Drafter | None, clock: Clock) -> Runtime:
-    return Runtime(
-        codec=pair.codec,
-        target=pair.target,
-        drafter=drafter,
-        store=PrefixStore(MemoryTier(0)),
-        policy=FixedPolicy("fixed", Action(reuse=False, draft_len=draft_len)),
-        experience=Experience(),
-        clock=clock,
-    )

@@ -1,11 +1,12 @@
 """From workloads to tasks: prompts as tokens, and how much of each is stored before it comes."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 
 from rakvctl.core.errors import RequestError
-from rakvctl.core.store import BUCKET_TOKENS
 from rakvctl.core.text import TextCodec
+from rakvctl.core.types import BUCKET_TOKENS
 from rakvctl.measure.arms import Task
 from rakvctl.measure.bench import BenchPrompt
 from rakvctl.measure.workloads import Content, Workload
@@ -13,6 +14,8 @@ from rakvctl.measure.workloads import Content, Workload
 # Nothing is stored; a longer or shorter part of the prompt is, as where prompts share a beginning; all of it is.
 HITS = ("cold", "shared", "exact")
 _SHARED_PART = 0.75
+# The controller study's requests: from and to.
+_PROMPT_TOKENS, _NEW_TOKENS = (32, 1000), (16, 96)
 
 
 def make_tasks(
@@ -47,22 +50,27 @@ def stored_part(prompt: tuple[int, ...], hit: str) -> tuple[int, ...] | None:
     return stored if len(stored) >= BUCKET_TOKENS else None
 
 
-def controller_tasks(codec: TextCodec, workloads: Sequence[Workload], num_tasks: int, seed: int) -> Iterator[Task]:
+def controller_tasks(
+    codec: TextCodec, workloads: Sequence[Workload], num_tasks: int, seed: int, max_positions: int | None
+) -> Iterator[Task]:
     """A grid of prompt lengths from 32 to 1,000 tokens, 16 to 96 new tokens, and kinds of hit.
 
-    Prompts are cut from the workloads' texts, joined where one alone is too short. Raises RequestError where there is
-    none.
+    Prompts are cut from the workloads' texts, joined where one alone is too short, and are as short as the model needs
+    them. Raises RequestError where there is no text, or no room.
     """
+    longest = min(_PROMPT_TOKENS[1], (max_positions or math.inf) - _NEW_TOKENS[1])
+    if longest < _PROMPT_TOKENS[0]:
+        raise RequestError(f"the model has only {max_positions} positions", "the study needs some 150")
     rng = random.Random(seed)  # noqa: S311 - not for secrets
     texts = [content for workload in workloads for _, content in workload.prompts]
     if not texts:
         raise RequestError("the workloads hold no prompt", "raise --limit, or give another workload")
     for number in range(num_tasks):
-        length = round(32 * (1000 / 32) ** rng.random())
+        length = round(_PROMPT_TOKENS[0] * (longest / _PROMPT_TOKENS[0]) ** rng.random())
         ids: list[int] = []
         while len(ids) < length:
             ids += encode(codec, rng.choice(texts))
         prompt = tuple(ids[:length])
         shared = rng.randint(BUCKET_TOKENS + 1, length)
         stored = {"cold": None, "shared": prompt[:shared], "exact": prompt}[HITS[number % len(HITS)]]
-        yield Task(prompt, rng.randint(16, 96), stored)
+        yield Task(prompt, rng.randint(*_NEW_TOKENS), stored)

@@ -3,9 +3,11 @@
 Knows nothing of models: a probe is a function that returns milliseconds.
 """
 
+import gc
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -114,3 +116,16 @@ def _is_steady(probe: Probe, samples: dict[Point, list[float]]) -> bool:
 
 def _spreads(samples: dict[Point, list[float]]) -> dict[Point, Spread]:
     return {point: Spread.of(values) for point, values in samples.items() if values}
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect before, not during: a collection in one arm's time would be another's garbage."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

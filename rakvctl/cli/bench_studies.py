@@ -1,0 +1,175 @@
+"""The three studies of `bench`: what each runs, and what it makes of its runs."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rakvctl.cli import bench_tables, render
+from rakvctl.cli.bench import BenchOptions
+from rakvctl.core.errors import UsageError
+from rakvctl.core.loading import RuntimeOptions
+from rakvctl.core.models import find_model
+from rakvctl.core.pair import ModelPair
+from rakvctl.core.profile import HardwareProfile
+from rakvctl.measure import plots, report, results
+from rakvctl.measure.arms import Arm, PolicyArm
+from rakvctl.measure.bench import REFERENCE, Bench, Mismatch, Sample
+from rakvctl.measure.controller import ControllerStudy, Trial, summarize
+from rakvctl.measure.peers import make_peers
+from rakvctl.measure.sensitivity import SensitivityRun, SensitivityStudy, crossovers, medians
+from rakvctl.measure.tasks import controller_tasks, encode, make_tasks
+from rakvctl.measure.workloads import Workload
+
+Run = TypeVar("Run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What some runs say: for `results.json`, as a table, on the terminal and as plots in a folder.
+
+    `difference`: what to say where an output differs that may not.
+    """
+
+    title: str
+    record: dict[str, Any]
+    rows: Sequence[Mapping[str, str]]
+    show: Callable[[], None]
+    plot: Callable[[Path], None]
+    difference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Study(Generic[Run]):
+    """Runs, made as they are asked for; how many there will be; and what to make of any number of them."""
+
+    runs: Iterator[Run]
+    num_runs: int
+    sum_up: Callable[[list[Run]], Finding]
+
+
+def baselines(
+    pair: ModelPair,
+    profile: HardwareProfile,
+    workloads: Sequence[Workload],
+    runtime_options: RuntimeOptions,
+    options: BenchOptions,
+) -> Study[Sample]:
+    """All arms on all prompts. Raises UsageError where no prompt is short enough for the model."""
+    arms = _arms(pair, profile, runtime_options, options)
+    tasks = list(make_tasks(pair.codec, workloads, options.hits, options.max_new_tokens, pair.target.max_positions))
+    if not tasks:
+        raise UsageError("no prompt is short enough for the model", "lower -n, or give other workloads")
+    bench = Bench(arms, pair.target, repeats=options.repeats, seed=options.seed, clock=time.perf_counter)
+
+    def runs() -> Iterator[Sample]:
+        bench.warm_up(tasks[0].task)
+        yield from bench.run(tasks)
+
+    def sum_up(samples: list[Sample]) -> Finding:
+        summaries = results.summarize(samples)
+        return Finding(
+            title="Baselines",
+            record={
+                "arms": [arm.name for arm in arms],
+                "summary": [asdict(summary) for summary in summaries],
+                "overhead_ms": bench.overhead_ms,
+                "mismatches": [{**asdict(mismatch), "margin": mismatch.margin} for mismatch in bench.mismatches],
+                "samples": [results.sample_record(sample) for sample in samples],
+            },
+            rows=report.summary_rows(summaries),
+            show=lambda: bench_tables.show_baselines(summaries, bench.mismatches, bench.overhead_ms),
+            plot=lambda folder: plots.plot_latency(summaries, folder),
+            difference=_difference(bench.mismatches) if pair.target.info.dtype == "float32" else None,
+        )
+
+    return Study(runs(), len(tasks) * len(arms) * options.repeats, sum_up)
+
+
+def _difference(mismatches: Sequence[Mismatch]) -> str | None:
+    """The first mismatch, in words; in half precision, where passes of other widths round otherwise, they are counted
+    only.
+    """
+    if not mismatches:
+        return None
+    first = mismatches[0]
+    margin = "" if first.margin is None else f", whose logits are {first.logit:.6g} and {first.expected_logit:.6g}"
+    return (
+        f"{len(mismatches)} outputs differ from plain decoding's: {first.arm} on {first.prompt_id} at "
+        f"token {first.position}: {first.token} for {first.expected}{margin}"
+    )
+
+
+def _arms(
+    pair: ModelPair, profile: HardwareProfile, runtime_options: RuntimeOptions, options: BenchOptions
+) -> list[Arm]:
+    names = list(dict.fromkeys([REFERENCE, *options.policies]))
+    draft_name = pair.draft_name or None
+    target = find_model(runtime_options.target, "target", render.print_note)
+    draft = find_model(draft_name, "draft", render.print_note) if draft_name else None
+    drafting = [name for name in names if name.startswith(("spec", "joint"))]
+    if drafting and draft is None:
+        render.print_note(f"no draft model: {', '.join(drafting)} are left out")
+        names = [name for name in names if name not in drafting]
+    policies: list[Arm] = [PolicyArm(pair, name, profile, time.perf_counter) for name in names]
+    peers = make_peers(options.peers, pair, target, draft, runtime_options.device, time.perf_counter)
+    return [*policies, *peers]
+
+
+def controller(
+    pair: ModelPair, profile: HardwareProfile, workloads: Sequence[Workload], options: BenchOptions
+) -> Study[Trial]:
+    """Every action on `options.limit` requests."""
+    tasks = list(controller_tasks(pair.codec, workloads, options.limit, options.seed, pair.target.max_positions))
+    study = ControllerStudy(
+        _endless(pair), profile, repeats=options.repeats, seed=options.seed, clock=time.perf_counter
+    )
+
+    def sum_up(trials: list[Trial]) -> Finding:
+        summary = summarize(trials)
+        rows = report.controller_rows(summary)
+        return Finding(
+            title="Controller",
+            record={"summary": asdict(summary), "samples": [report.trial_record(trial) for trial in trials]},
+            rows=rows,
+            show=lambda: bench_tables.show_rows("The controller against every action", rows),
+            plot=lambda folder: plots.plot_predictions(trials, folder),
+        )
+
+    return Study(study.run(tasks), len(tasks), sum_up)
+
+
+def sensitivity(
+    pair: ModelPair, profile: HardwareProfile, workloads: Sequence[Workload], options: BenchOptions
+) -> Study[SensitivityRun]:
+    """Every k at every acceptance. Raises UsageError where there is no draft model whose acceptance could be varied."""
+    if pair.draft is None:
+        raise UsageError("there is no draft model whose acceptance could be varied", "name one with --draft")
+    prompts = [encode(pair.codec, content) for workload in workloads for _, content in workload.prompts]
+    prompts = prompts[: options.limit]
+    study = SensitivityStudy(
+        _endless(pair), profile, options.max_new_tokens, seed=options.seed, clock=time.perf_counter
+    )
+
+    def sum_up(runs: list[SensitivityRun]) -> Finding:
+        points = medians(runs)
+        found = crossovers(points)
+        rows = report.crossover_rows(found)
+        unequal = sum(not run.equal for run in runs)
+        is_exact = pair.target.info.dtype == "float32"
+        return Finding(
+            title="Sensitivity",
+            record={"summary": [asdict(row) for row in found], "samples": [asdict(run) for run in runs]},
+            rows=rows,
+            show=lambda: bench_tables.show_rows("The least alpha from which drafting pays", rows),
+            plot=lambda folder: plots.plot_sensitivity(points, folder),
+            difference=f"{unequal} outputs differ from plain decoding's" if unequal and is_exact else None,
+        )
+
+    return Study(study.run(prompts), len(prompts) * len(study.cells), sum_up)
+
+
+def _endless(pair: ModelPair) -> ModelPair:
+    """The same pair without end tokens: every request makes all its tokens, so that actions can be compared."""
+    return replace(pair, codec=replace(pair.codec, end_token_ids=frozenset()))
