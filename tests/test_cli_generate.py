@@ -36,6 +36,7 @@ from rakvctl.core.types import Completion, Request, SamplingParams
 from rakvctl.measure.ready import load_runtime
 from rakvctl.measure.timing import Progress
 from tests.checkpoints import build_checkpoint
+from tests.program import assert_error
 
 MAX_POSITIONS = 256
 LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind."
@@ -133,17 +134,6 @@ def jsonl(path: Path, *records: dict[str, Any]) -> Path:
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     names = ("total_ms", "ttft_ms", "tpot_ms", "tokens_per_s")
     return [{name: value for name, value in record.items() if name not in names} for record in records]
-
-
-def assert_error(finished: Finished, code: int, message: str) -> None:
-    """Two lines on stderr, nothing on stdout."""
-    assert finished.code == code
-    assert finished.out == ""
-    first, second = finished.err.removesuffix("\n").split("\n")
-    assert first.startswith("Error: ")
-    assert message in first
-    assert second.startswith("Hint: ")
-    assert len(second) > len("Hint: ")
 
 
 # One prompt
