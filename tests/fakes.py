@@ -50,8 +50,10 @@ class FakeRuntime:
         self.store = PrefixStore(MemoryTier(self.budget_bytes))
 
     def runtime(self, policy: str) -> Runtime:
+        from tests.profiles import toy_profile  # which is made of what is above
+
         codec = TextCodec(LetterTokenizer(), self.end_token_ids)
-        return Pair(codec, self.target, self.draft).runtime(policy, self.store)
+        return Pair(codec, self.target, self.draft).runtime(policy, self.store, toy_profile())
 
     def run(self, policy: str, prompt: tuple[int, ...], sampling: SamplingParams | None = None) -> Completion:
         return self.runtime(policy).run(Request(prompt, sampling or SamplingParams(max_new_tokens=24)))

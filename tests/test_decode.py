@@ -12,7 +12,7 @@ from rakvctl.core.types import Completion, Request, SamplingParams
 from tests.fakes import LETTERS, FakeRuntime
 
 PROMPT = tuple(range(20))
-POLICIES = ["ar", "kv", *(f"spec-{k}" for k in range(1, 9)), "joint-1", "joint-4", "joint-8"]
+POLICIES = ["ar", "kv", *(f"spec-{k}" for k in range(1, 9)), "joint-1", "joint-4", "joint-8", "rakv", "auto"]
 
 
 def text_of(token_ids: Tokens[int]) -> str:

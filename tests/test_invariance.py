@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig
 
 from rakvctl.core.backends import packed
-from rakvctl.core.backends.invariant import INVARIANT_ATTENTION
+from rakvctl.core.backends.invariant import INVARIANT_ATTENTION, key_lengths
 from rakvctl.core.backends.torch_load import load_backend
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError
-from rakvctl.core.kv import BLOCK_TOKENS
+from rakvctl.core.kv import BLOCK_TOKENS, TorchKVCache
 from rakvctl.core.models import ModelFiles, find_model
 from tests.checkpoints import VOCAB_SIZE, build_checkpoint, save_checkpoint
 
@@ -79,12 +79,28 @@ def test_a_prompt_in_one_pass_has_the_bits_of_one_in_pieces(engine: Engine, ids:
         )
 
 
-def test_a_single_row_is_doubled_where_a_kernel_of_its_own_would_add_it_up_otherwise() -> None:
-    for in_features in (28, 224, 576, 896, 1536, 3072):
-        layer = packed.PackedLinear(torch.randn(64, in_features), torch.randn(64))
-        rows = torch.randn(1, 3, in_features)
-        with torch.inference_mode():
-            assert torch.equal(layer(rows[:, :1]), layer(rows)[:, :1]), in_features
+@pytest.mark.parametrize("in_features", [28, 224, 576, 896, 1536, 3072])
+@pytest.mark.parametrize("out_features", [64, 1024])
+def test_a_linear_layer_gives_a_row_the_same_bits_alone_and_among_others(in_features: int, out_features: int) -> None:
+    layer = packed.PackedLinear(torch.randn(out_features, in_features), torch.randn(out_features))
+    rows = torch.randn(1, 9, in_features)
+    with torch.inference_mode():
+        together = layer(rows)
+        for width in range(1, 9):
+            assert torch.equal(layer(rows[:, :width]), together[:, :width]), width
+
+
+@pytest.mark.parametrize("head_dim", [12, 28, 64])
+def test_keys_come_in_lengths_that_add_up_as_whole_blocks_do(head_dim: int) -> None:
+    lengths = key_lengths(head_dim)
+    assert list(lengths) == sorted(set(lengths))
+    assert lengths[-1] == BLOCK_TOKENS
+    cache = TorchKVCache(1, lengths)
+    for length in (1, 64, 65, 200, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 70):
+        visible = cache.num_visible(length)
+        assert visible >= length
+        assert visible % BLOCK_TOKENS in {size % BLOCK_TOKENS for size in lengths}
+        assert visible <= length + BLOCK_TOKENS
 
 
 def test_an_encoder_that_would_score_nonsense_with_a_cache_is_refused(tmp_path: Path) -> None:

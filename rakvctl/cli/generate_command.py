@@ -112,14 +112,18 @@ def generate(
     policy: Annotated[
         str,
         typer.Option(
-            metavar="rakv|ar|kv|spec-K|joint-K",
+            metavar="auto|rakv|ar|kv|spec-K|joint-K",
             rich_help_panel=_METHOD,
-            help="rakv: what is expected to be fastest, request by request; ar: plain decoding; kv: reuse stored "
-            "prefixes; spec-K: draft K tokens a round; joint-K: both.",
+            help="auto: what is expected to be fastest, round by round; rakv: request by request; ar: plain decoding; "
+            "kv: reuse stored prefixes; spec-K: draft K tokens a round; joint-K: both.",
         ),
     ] = "rakv",
     drafter: Annotated[
-        DrafterChoice, typer.Option(rich_help_panel=_METHOD, help="Who drafts: auto and model take the draft model.")
+        DrafterChoice,
+        typer.Option(
+            rich_help_panel=_METHOD,
+            help="Who drafts: the draft model, looking up what followed the same tokens earlier, or both (auto).",
+        ),
     ] = DrafterChoice.AUTO,
     kv_budget: Annotated[
         str, typer.Option(metavar="SIZE", rich_help_panel=_METHOD, help="Memory for stored prefixes.")

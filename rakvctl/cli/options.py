@@ -44,6 +44,7 @@ class DrafterChoice(StrEnum):
 
     AUTO = "auto"
     MODEL = "model"
+    LOOKUP = "lookup"
     NONE = "none"
 
 

@@ -1,6 +1,7 @@
 """What `--stats` and the progress line show: totals over the prompts of one call."""
 
 import statistics
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,7 @@ class Totals:
         self._ttft_ms: list[float] = []
         self._tpot_ms: list[float] = []
         self._actions: dict[str, int] = {}
+        self._rounds = Counter[int]()
 
     def add(self, completion: Completion) -> None:
         """Count a completion."""
@@ -38,6 +40,7 @@ class Totals:
         self._ttft_ms.append(completion.ttft_ms)
         if completion.tpot_ms is not None:
             self._tpot_ms.append(completion.tpot_ms)
+        self._rounds.update(completion.rounds_by_draft_len)
         action = completion.decision.action
         label = f"r={int(action.reuse)} k={action.draft_len}"
         self._actions[label] = self._actions.get(label, 0) + 1
@@ -73,4 +76,6 @@ class Totals:
             rows.append(
                 ("drafted tokens", f"{self._num_draft_tokens}, {share:.1%} accepted, {length:.2f} tokens a round")
             )
+            counts = ", ".join(f"{draft_len} ({count})" for draft_len, count in sorted(self._rounds.items()))
+            rows.append(("rounds by drafted tokens", counts))
         return rows

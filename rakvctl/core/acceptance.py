@@ -1,7 +1,9 @@
 """What served requests teach: how likely a drafted token is to be accepted (the alpha), and how long texts get."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rakvctl.core.lookup import History
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.types import Completion
 
@@ -11,6 +13,8 @@ _HALF_LIFE_TRIALS = 256.0
 _PRIOR_ALPHA, _PRIOR_TRIALS = 0.5, 32.0
 # What a request still counts for its length after the next one.
 _KEPT_LENGTH = 0.9
+# Of earlier texts, so many tokens are kept to look up in: some 30 MiB.
+_HISTORY_TOKENS = 100_000
 # Probing takes at most this share of the time of the requests that draft nothing.
 _PROBE_SHARE = 0.01
 
@@ -44,6 +48,34 @@ class AcceptanceTracker:
         return AcceptanceTracker(kept * self.num_accepted + num_accepted_tokens, kept * self.num_trials + trials)
 
 
+# Matches are put into bins by how many tokens they have: the largest of these that they reach. With each goes the
+# acceptance assumed before anything was seen, and as how many judged tokens that counts.
+_LOOKUP_PRIORS = {1: 0.37, 2: 0.57, 3: 0.7, 4: 0.8, 6: 0.85, 10: 0.9, 20: 0.95}
+_LOOKUP_PRIOR_TRIALS = 8.0
+
+
+class LookupAcceptance:
+    """How often looked-up tokens stand, by the number of tokens before them that matched."""
+
+    def __init__(self) -> None:
+        self._trackers = {
+            least: AcceptanceTracker.from_prior(alpha, _LOOKUP_PRIOR_TRIALS) for least, alpha in _LOOKUP_PRIORS.items()
+        }
+
+    def alpha(self, num_matched_tokens: int) -> float:
+        """The probability in force that the token after such a match stands."""
+        return self._trackers[_bin(num_matched_tokens)].alpha
+
+    def observe(self, num_matched_tokens: int, *, stands: bool) -> None:
+        """Learn from one token."""
+        least = _bin(num_matched_tokens)
+        self._trackers[least] = self._trackers[least].observe(1, int(stands))
+
+
+def _bin(num_matched_tokens: int) -> int:
+    return max(least for least in _LOOKUP_PRIORS if least <= num_matched_tokens)
+
+
 class Experience:
     """What the requests so far have taught: the drafter's acceptance, how long texts get, and what probing may take.
 
@@ -53,6 +85,8 @@ class Experience:
     """
 
     def __init__(self, prior_alpha: float = _PRIOR_ALPHA) -> None:
+        self.lookups = LookupAcceptance()
+        self.history = History(_HISTORY_TOKENS)
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
         # Emitted tokens and limits of past requests, older ones counting less; at first, limits are reached.
         self._num_emitted = self._num_allowed = 0.0
@@ -67,6 +101,10 @@ class Experience:
         """How many tokens a request with this limit is expected to make: texts may end long before it."""
         share = self._num_emitted / self._num_allowed if self._num_allowed else 1.0
         return max(min(1, max_new_tokens), round(share * max_new_tokens))
+
+    def remember(self, token_ids: Sequence[int]) -> None:
+        """Keep a prompt with its completion, to look tokens up in."""
+        self.history.add(token_ids)
 
     def observe(self, completion: Completion, max_new_tokens: int) -> None:
         """Learn from one request that has been served, and had this limit."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
+from rakvctl.core.rounds import Speculator
 from rakvctl.core.seams import Logits
-from rakvctl.core.types import Action, PrefixMatch, Proposal, Request, StepEvent
+from rakvctl.core.types import PrefixMatch, Proposal, Request, StepEvent
 from rakvctl.core.verify import Verifier
 
 
@@ -66,12 +66,7 @@ def prefill(engine: Engine, prompt_token_ids: tuple[int, ...], match: PrefixMatc
 
 
 def decode(
-    sequence: Sequence,
-    action: Action,
-    first_logits: Logits,
-    engine: Engine,
-    drafter: Drafter | None,
-    verifier: Verifier,
+    sequence: Sequence, speculator: Speculator | None, first_logits: Logits, engine: Engine, verifier: Verifier
 ) -> Generator[StepEvent, None, None]:
     """Emit tokens after a prefilled prompt until the sequence is finished.
 
@@ -84,33 +79,33 @@ def decode(
         yield StepEvent(sequence.emit([first]), num_draft_tokens=0, num_accepted_tokens=0)
         while not sequence.finished:
             length = len(sequence.token_ids)
-            proposal = _propose(sequence, action, engine, drafter, verifier)
+            proposal = _propose(sequence, speculator, engine, verifier)
             logits = engine.verify((sequence.token_ids[-1], *proposal.token_ids))
             num_accepted, following = verifier.accept(proposal, logits)
             emitted = sequence.emit([*proposal.token_ids[:num_accepted], following])
             num_accepted = min(num_accepted, len(emitted))
             committed = length + num_accepted
-            _rollback(engine, drafter, committed)
-            yield StepEvent(emitted, len(proposal.token_ids), num_accepted)
+            _rollback(engine, speculator, committed)
+            if speculator is not None:
+                speculator.observe(emitted)
+            yield StepEvent(emitted, len(proposal.token_ids), num_accepted, proposal.num_matched_tokens > 0)
     finally:
-        _rollback(engine, drafter, committed)
+        _rollback(engine, speculator, committed)
 
 
-def _propose(
-    sequence: Sequence, action: Action, engine: Engine, drafter: Drafter | None, verifier: Verifier
-) -> Proposal:
-    """Draft as many tokens as the action says and as can still be emitted and held by both models."""
-    length = len(sequence.token_ids)
-    rooms = [limit - length for limit in (engine.max_positions, drafter and drafter.max_positions) if limit]
-    num_tokens = min(action.draft_len, sequence.num_remaining - 1, *rooms)
-    if drafter is None or num_tokens <= 0:
+def _propose(sequence: Sequence, speculator: Speculator | None, engine: Engine, verifier: Verifier) -> Proposal:
+    """Draft no more tokens than can still be emitted and held by the target."""
+    room = sequence.num_remaining - 1
+    if engine.max_positions is not None:
+        room = min(room, engine.max_positions - len(sequence.token_ids))
+    if speculator is None or room <= 0:
         return Proposal(())
-    return drafter.propose(sequence.token_ids, num_tokens, verifier)
+    return speculator.propose(sequence.token_ids, room, verifier)
 
 
-def _rollback(engine: Engine, drafter: Drafter | None, length: int) -> None:
+def _rollback(engine: Engine, speculator: Speculator | None, length: int) -> None:
     """Both caches to at most `length` positions; states that know only all or nothing are dropped."""
     if engine.length > length:
         engine.rollback(length if engine.can_rollback else 0)
-    if drafter is not None:
-        drafter.rollback(length)
+    if speculator is not None:
+        speculator.rollback(length)

@@ -64,7 +64,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length = self._cache.length + query_length
-        return (padded_length(length) if self._cache.pads_keys else length), 0
+        return self._cache.num_visible(length), 0
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -97,9 +97,11 @@ class TorchKVCache(Cache):  # type: ignore[misc]
     A forward pass writes behind `length` and `commit` then moves `length`, so a pass that fails leaves no trace.
     """
 
-    def __init__(self, num_layers: int, pads_keys: bool = False) -> None:
-        """`pads_keys`: hand out whole blocks of keys and values, zeros or stale ones behind those that count."""
-        self.pads_keys = pads_keys
+    def __init__(self, num_layers: int, key_lengths: tuple[int, ...] = ()) -> None:
+        """`key_lengths`: hand out keys and values up to one of these lengths behind whole blocks, the last of them a
+        block; zeros or stale states come after those that count. None given: only those that count.
+        """
+        self._key_lengths = key_lengths
         self.length = 0
         self.capacity = BLOCK_TOKENS
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
@@ -111,6 +113,13 @@ class TorchKVCache(Cache):  # type: ignore[misc]
             self.capacity = padded_length(num_tokens)
             for layer in self.layers:
                 layer.grow(self.capacity, self.length)
+
+    def num_visible(self, length: int) -> int:
+        """How many positions attention is given when `length` of them count."""
+        if not self._key_lengths:
+            return length
+        whole = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return whole + next(size for size in self._key_lengths if size >= length - whole)
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` freshly written positions as cached."""

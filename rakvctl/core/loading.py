@@ -9,6 +9,7 @@ from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.backends import torch_load
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, UsageError
+from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import make_policy, policy_needs
@@ -62,12 +63,15 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
 
 def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProfile | None) -> Runtime:
     """Put store and policy around loaded models; only a policy that reckons with costs needs a profile."""
+    # Without anything to look up, nothing is left to be decided round by round.
+    is_per_request = options.policy == "auto" and options.drafter in ("none", "model")
+    looks_up = options.drafter == "lookup" and not policy_needs(options.policy).profile
     return Runtime(
         codec=pair.codec,
         target=pair.target,
-        drafter=pair.drafter(),
+        drafter=LookupDrafter(History(0)) if looks_up else pair.drafter(),
         store=PrefixStore(MemoryTier(options.kv_budget_bytes)),
-        policy=make_policy(options.policy, profile),
+        policy=make_policy("rakv" if is_per_request else options.policy, profile),
         experience=initial_experience(profile) if profile else None,
     )
 
@@ -90,9 +94,11 @@ def load_codec(files: ModelFiles) -> TextCodec:
 def _draft_name(options: RuntimeOptions) -> str | None:
     """The draft model to load. Raises UsageError where the policy cannot do without and there is none."""
     use = policy_needs(options.policy).drafter
-    has_none = options.drafter == "none" or options.draft == "none"
+    if options.policy == "rakv" and options.drafter == "lookup":
+        raise UsageError("policy rakv reckons with a draft model", "looking up goes with auto, spec-K and joint-K")
+    has_none = options.drafter in ("none", "lookup") or options.draft == "none"
     name = None if has_none else options.draft or default_draft(options.target)
-    if use == "required" and name is None:
+    if use == "required" and name is None and options.drafter != "lookup":
         raise UsageError(f"policy {options.policy} needs a drafter", "name a draft model with --draft")
     return None if use == "unused" else name
 

@@ -2,12 +2,16 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from rakvctl.core.acceptance import Experience
 from rakvctl.core.cost import CostModel
+from rakvctl.core.drafters import Drafter
 from rakvctl.core.errors import UsageError
+from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.rounds import AdaptiveSpeculator, FixedSpeculator, RoundCosts, Speculator
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 _MAX_DRAFT_LEN = 32
@@ -16,11 +20,15 @@ _FIXED = re.compile(r"(ar|kv|spec-(?P<spec>[1-9][0-9]?)|joint-(?P<joint>[1-9][0-
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy works with. `drafter`: `required`, `welcome` where there is one, or `unused`."""
+    """What a policy works with. `drafter`: `required`, `welcome` where there is one, or `unused`.
+
+    `history`: whether it looks up what earlier requests said.
+    """
 
     profile: bool
     store: bool
     drafter: Literal["required", "welcome", "unused"]
+    history: bool = False
 
 
 class Policy(Protocol):
@@ -33,6 +41,10 @@ class Policy(Protocol):
     def needs(self) -> Needs: ...
 
     def decide(self, features: Features) -> Decision: ...
+
+    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+        """Who drafts the tokens of a request that was decided so; None where nobody does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,10 @@ class FixedPolicy:
         reuses = self.action.reuse and features.num_matched_tokens > 0
         action = Action(reuse=reuses, draft_len=self.action.draft_len if drafts else 0)
         return Decision(action, self.name, features.drafter if drafts else "none")
+
+    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+        """The drafter, asked for as many tokens every round."""
+        return _fixed_speculator(decision, drafter)
 
 
 _RAKV_NEEDS = Needs(profile=True, store=True, drafter="welcome")
@@ -83,11 +99,44 @@ class RakvPolicy:
         drafter = features.drafter if action.draft_len else "none"
         return Decision(action, self.name, drafter, table, features.alpha, is_probe=probe is not None)
 
+    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+        """The drafter, asked for as many tokens every round."""
+        return _fixed_speculator(decision, drafter)
+
     def _probe(self, table: tuple[CostBreakdown, ...], limit_ms: float) -> CostBreakdown | None:
         """The cheapest way to draft, if it stays within the limit."""
         drafting = (row for row in table if row.action.draft_len and row.infeasible is None)
         cheapest = min(drafting, key=_total_ms, default=None)
         return cheapest if cheapest is not None and cheapest.total_ms <= limit_ms else None
+
+
+def _fixed_speculator(decision: Decision, drafter: Drafter | None) -> Speculator | None:
+    draft_len = decision.action.draft_len
+    return FixedSpeculator(drafter, draft_len) if drafter is not None and draft_len else None
+
+
+_AUTO_NEEDS = replace(_RAKV_NEEDS, history=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPolicy:
+    """Reuse and draft model as `rakv` decides them for the request; who drafts how much is decided anew every round."""
+
+    costs: CostModel
+    name: str = "auto"
+    needs: Needs = _AUTO_NEEDS
+
+    def decide(self, features: Features) -> Decision:
+        """The action says whether a draft model is started; looking up is always possible."""
+        decision = RakvPolicy(self.costs).decide(features)
+        drafter = f"lookup+{decision.drafter}" if decision.action.draft_len else "lookup"
+        return replace(decision, policy=self.name, drafter=drafter)
+
+    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+        """Looks up, beside the draft model if it is worth its start."""
+        lookup = LookupDrafter(experience.history)
+        model = drafter if decision.action.draft_len else None
+        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, RoundCosts(self.costs.profile))
 
 
 def _total_ms(row: CostBreakdown) -> float:
@@ -96,17 +145,18 @@ def _total_ms(row: CostBreakdown) -> float:
 
 def policy_needs(name: str) -> Needs:
     """What the policy of that name works with. Raises UsageError where there is none."""
-    return _RAKV_NEEDS if name == "rakv" else _fixed_policy(name).needs
+    reckoning = {"rakv": _RAKV_NEEDS, "auto": _AUTO_NEEDS}
+    return reckoning.get(name) or _fixed_policy(name).needs
 
 
 def make_policy(name: str, profile: HardwareProfile | None = None) -> Policy:
-    """Look a policy up by name: `ar`, `kv`, `spec-K`, `joint-K`, or `rakv`, which needs a profile.
+    """Look a policy up by name: `ar`, `kv`, `spec-K`, `joint-K`, or `auto` and `rakv`, which need a profile.
 
     Raises UsageError for any other.
     """
-    if name == "rakv":
+    if name in ("rakv", "auto"):
         assert profile is not None, "a policy that reckons is made with a profile"
-        return RakvPolicy(CostModel(profile))
+        return (RakvPolicy if name == "rakv" else AutoPolicy)(CostModel(profile))
     return _fixed_policy(name)
 
 
@@ -116,6 +166,6 @@ def _fixed_policy(name: str) -> FixedPolicy:
     if match is None or draft_len > _MAX_DRAFT_LEN:
         raise UsageError(
             f"there is no policy {name}",
-            f"choose rakv, ar, kv, spec-K or joint-K, with K from 1 to {_MAX_DRAFT_LEN} drafted tokens a round",
+            f"choose auto, rakv, ar, kv, spec-K or joint-K, with K from 1 to {_MAX_DRAFT_LEN} drafted tokens a round",
         )
     return FixedPolicy(name, Action(reuse=name == "kv" or bool(match["joint"]), draft_len=draft_len))

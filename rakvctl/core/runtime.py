@@ -12,6 +12,7 @@ from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError
 from rakvctl.core.policies import Policy
+from rakvctl.core.rounds import Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
 from rakvctl.core.types import (
@@ -126,7 +127,7 @@ class Runtime:
         text = TextStream(self._codec, request.sampling.stop, on_text)
         max_new_tokens = plan.features.max_new_tokens
         sequence = Sequence(request, max_new_tokens, text.push)
-        drafter = self._drafter if plan.decision.action.draft_len else None
+        speculator = self._policy.speculator(plan.decision, self._drafter, self._experience)
         self._target.reserve(len(prompt) + max_new_tokens)
         logits = prefill(self._target, prompt, plan.match)
         stored_logits = logits.numpy()[-1].copy() if self._uses_store else None
@@ -134,15 +135,15 @@ class Runtime:
         events: list[StepEvent] = []
         ttft_ms = 0.0
         verifier = make_verifier(request.sampling)
-        for event in decode(sequence, plan.decision.action, logits, self._target, drafter, verifier):
+        for event in decode(sequence, speculator, logits, self._target, verifier):
             if not events:
                 ttft_ms = (self._clock() - started) * 1e3
-                self._start_drafting(drafter, plan, prompt)
+                self._start_drafting(speculator, plan, prompt)
             events.append(event)
         total_ms = (self._clock() - started) * 1e3
 
         if stored_logits is not None:
-            self._remember(prompt, plan.match, stored_logits, drafter)
+            self._remember(prompt, plan.match, stored_logits, speculator)
         completion = Completion(
             token_ids=tuple(sequence.token_ids[len(prompt) :]),
             text=text.close(),
@@ -155,27 +156,30 @@ class Runtime:
             total_ms=total_ms,
         )
         self._experience.observe(completion, max_new_tokens)
+        if self._policy.needs.history:
+            self._experience.remember(sequence.token_ids)
         return completion
 
     @property
     def _uses_store(self) -> bool:
         return self._policy.needs.store and self._target.can_rollback
 
-    def _start_drafting(self, drafter: Drafter | None, plan: Plan, prompt: tuple[int, ...]) -> None:
+    def _start_drafting(self, speculator: Speculator | None, plan: Plan, prompt: tuple[int, ...]) -> None:
         """Begin the drafter's sequence, from its stored states where the reused entry has some."""
-        if drafter is not None:
+        if speculator is not None:
             snapshot = plan.match.entry.draft_kv if plan.match else None
-            drafter.start(prompt, snapshot, plan.match.num_cloned_tokens if plan.match else 0)
+            speculator.start(prompt, snapshot, plan.match.num_cloned_tokens if plan.match else 0)
 
     def _remember(
-        self, prompt: tuple[int, ...], match: PrefixMatch | None, logits: np.ndarray, drafter: Drafter | None
+        self, prompt: tuple[int, ...], match: PrefixMatch | None, logits: np.ndarray, speculator: Speculator | None
     ) -> None:
         """Store the prompt's states (never those of what was generated), and the draft's beside them."""
         if match is not None:
             self._store.touch(match.entry)
+        draft_kv = speculator.snapshot(len(prompt)) if speculator is not None else None
         if match is not None and match.exact:
-            if match.entry.draft_kv is None and drafter is not None:
-                self._store.insert(replace(match.entry, draft_kv=drafter.snapshot(len(prompt))))
+            if match.entry.draft_kv is None and draft_kv is not None:
+                self._store.insert(replace(match.entry, draft_kv=draft_kv))
         elif len(prompt) >= BUCKET_TOKENS and self._store.make_room(self._target.num_bytes(len(prompt))):
             self._store.insert(
                 PrefixEntry(
@@ -183,6 +187,6 @@ class Runtime:
                     token_ids=np.asarray(prompt, dtype=np.int64),
                     kv=self._target.snapshot(len(prompt)),
                     next_logits=logits,
-                    draft_kv=drafter.snapshot(len(prompt)) if drafter is not None else None,
+                    draft_kv=draft_kv,
                 )
             )

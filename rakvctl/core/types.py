@@ -1,5 +1,6 @@
 """The vocabulary of the core: what is passed between its rooms. Knows no tensor library."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -72,11 +73,18 @@ class PrefixMatch:
 class Proposal:
     """Drafted tokens. `probs` [len(token_ids), vocab_size] are the distributions they were drawn from.
 
-    None stands for a deterministic proposal: each token had probability one.
+    None stands for a deterministic proposal: each token had probability one. `num_matched_tokens`: how many tokens of
+    the text were looked up to find it, 0 if none were.
     """
 
     token_ids: tuple[int, ...]
     probs: "np.ndarray | None" = None
+    num_matched_tokens: int = 0
+
+    def first(self, num_tokens: int) -> "Proposal":
+        """The same with its first tokens only."""
+        probs = None if self.probs is None else self.probs[:num_tokens]
+        return Proposal(self.token_ids[:num_tokens], probs, self.num_matched_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +172,7 @@ class StepEvent:
     token_ids: tuple[int, ...]
     num_draft_tokens: int
     num_accepted_tokens: int
+    was_looked_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +199,12 @@ class Completion:
 
     @property
     def judged_events(self) -> tuple[StepEvent, ...]:
-        """Rounds that say something of acceptance: where the text ended within one, nobody judged what came after."""
-        return self.events[:-1] if self.finish_reason == "stop" else self.events
+        """Rounds that say something of a draft model's acceptance.
+
+        Where the text ended within one, nobody judged what came after.
+        """
+        events = self.events[:-1] if self.finish_reason == "stop" else self.events
+        return tuple(event for event in events if not event.was_looked_up)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -202,6 +215,11 @@ class Completion:
     def num_accepted_tokens(self) -> int:
         """Proposed tokens that were emitted."""
         return sum(event.num_accepted_tokens for event in self.events)
+
+    @property
+    def rounds_by_draft_len(self) -> dict[int, int]:
+        """How many rounds drafted how many tokens."""
+        return dict(sorted(Counter(event.num_draft_tokens for event in self.events[1:]).items()))
 
     @property
     def predicted_ms(self) -> float | None:

@@ -11,6 +11,8 @@ from rakvctl.measure.timing import Clock
 _PREFILL_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 # A round always has something before it.
 _CONTEXTS = (1, 64, 256, 1024, 4096)
+# A draft that costs nothing may be longer than those of a model.
+LONGEST_DRAFT = 16
 _MIN_SIZES = 4
 _SAMPLE_TOKENS = 16
 
@@ -55,7 +57,7 @@ def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
     longest = max(sizes[-1], pass_s / token_s) if token_s > 0 else room
     fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 1)]
     contexts = tuple(fitting) or _CONTEXTS[:1]
-    draft_lens = [draft_len for draft_len in DRAFT_LENS if contexts[-1] + draft_len + 1 <= room]
+    draft_lens = [draft_len for draft_len in (*DRAFT_LENS, LONGEST_DRAFT) if contexts[-1] + draft_len + 1 <= room]
     return Grid(tuple(sizes), contexts, tuple(draft_lens) or DRAFT_LENS[:1])
 
 

@@ -13,16 +13,17 @@ from rakvctl.core.decode import StoredLogits, decode
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
+from rakvctl.core.rounds import FixedSpeculator
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.text import TextStream
-from rakvctl.core.types import Action, Proposal, Request
+from rakvctl.core.types import Proposal, Request
 from rakvctl.core.verify import GreedyVerifier, Verifier
 from rakvctl.measure.timing import Clock, Point, Probe
 
 Role = Literal["target", "draft"]
 _ROUNDS = 3
 # Lengths that no other probe has.
-_NEW_LENGTHS = range(17, 64, 3)
+_NEW_LENGTHS = range(18, 66, 3)
 BANDWIDTH_BYTES = 2**28
 _TEXT = "for path in sorted(paths):\n    if path.name != name and not path.is_dir():\n        return path\n" * 2
 
@@ -192,8 +193,8 @@ class ProbeBench:
         request = Request(self._ids[:context])
         sequence = TokenSequence(request, draft_len + 3, ends=lambda _: False)
         first = StoredLogits(np.zeros(1, dtype=np.float32))
-        action = Action(reuse=False, draft_len=draft_len)
-        loop = decode(sequence, action, first, self._pair.target, self._drafter, GreedyVerifier())
+        speculator = FixedSpeculator(self._drafter, draft_len)
+        loop = decode(sequence, speculator, first, self._pair.target, GreedyVerifier())
         next(loop)
         started = self._clock()
         next(loop)

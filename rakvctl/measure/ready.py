@@ -40,7 +40,7 @@ def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on
     """
     name, here = options.profile, pair.fingerprint()
     path = default_path(here) if name == "auto" else Path(name).expanduser()
-    if options.drafter == "none":
+    if options.drafter in ("none", "lookup"):
         options = replace(options, draft="none")
     with mending(options):
         if name != "auto":

@@ -2,9 +2,9 @@
 
 Floating-point additions round, so their order shows in the last bits, and matrix routines choose the order by the
 shapes they are given: a token scored alone and the same token scored among five others would differ by some 1e-5, and
-where two tokens lie that close, speculation or a reused prefix would let another one win. Here every position meets the
-same shapes whatever the width of its pass and the length of the cache: queries come in rows of `_ROW_BLOCK`, keys in
-whole blocks of the cache, which is what the fused CPU kernel works through at a time. The rest is masked.
+where two tokens lie that close, speculation or a reused prefix would let another one win. Here every position meets
+shapes that add up in the same order, whatever the width of its pass and the length of the cache: queries come in rows
+of `_ROW_BLOCK`, and keys in lengths of which that was found to be true. The rest is masked.
 """
 
 from typing import Any
@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from rakvctl.core.kv import BLOCK_TOKENS
+
+INVARIANT_ATTENTION = "rakvctl_invariant"
 # Fewer rows than this are multiplied by other routines.
 _ROW_BLOCK = 4
-INVARIANT_ATTENTION = "rakvctl_invariant"
+_KEY_STEP = 64
+# Rows of passes that a length of keys is tried with, and how often.
+_TRIED_ROWS, _TRIALS = (4, 8, 64), 2
 
 
 def use_invariant_attention(model: Any) -> bool:
@@ -32,8 +37,45 @@ def use_invariant_attention(model: Any) -> bool:
     return True
 
 
+@torch.inference_mode()
+def key_lengths(head_dim: int) -> tuple[int, ...]:
+    """The lengths up to a block of keys, rising, over which attention gives the bits that it gives over a whole block.
+
+    Behind whole blocks the same lengths serve: the fused kernel works through one block at a time.
+    """
+    tried = range(_KEY_STEP, BLOCK_TOKENS, _KEY_STEP)
+    return (*(length for length in tried if _is_like_a_block(length, head_dim)), BLOCK_TOKENS)
+
+
+def _is_like_a_block(length: int, head_dim: int) -> bool:
+    generator = torch.Generator().manual_seed(length)
+    for num_rows in _TRIED_ROWS * _TRIALS:
+        query, key, value = (
+            torch.randn(1, 2, size, head_dim, generator=generator) for size in (num_rows, BLOCK_TOKENS, BLOCK_TOKENS)
+        )
+        first = max(0, length - num_rows)
+        whole = _causal_mask(num_rows, BLOCK_TOKENS, first)
+        whole[..., length:] = -torch.inf
+        short, long = (
+            nn.functional.scaled_dot_product_attention(
+                query, key[..., :size, :], value[..., :size, :], attn_mask=whole[..., :size]
+            )
+            for size in (length, BLOCK_TOKENS)
+        )
+        if not torch.equal(short, long):
+            return False
+    return True
+
+
+def _causal_mask(num_queries: int, num_keys: int, offset: int) -> torch.Tensor:
+    """What to add to scores [1, 1, queries, keys]: minus infinity where a key comes after its query."""
+    return torch.full((1, 1, num_queries, num_keys), -torch.inf).triu_(offset + 1)
+
+
 def _mask(*, dtype: torch.dtype = torch.float32, **options: Any) -> torch.Tensor:
     """What to add to the scores, [1, 1, queries, keys]: zero, or minus infinity for a hidden key."""
+    if options["mask_function"] is causal_mask_function and options.get("attention_mask") is None:
+        return _causal_mask(options["q_length"], options["kv_length"], int(options["q_offset"]))
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     visible = sdpa_mask(**options)
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

@@ -15,8 +15,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-# The layout is chosen for this many rows; the kernels accept any number.
-_ROWS_HINT = 4
+# The layout is chosen for this many rows. A large matrix has to come from memory anyway, and there fewer rows take as
+# long or longer; a small one, in the processor's caches, gains from having one row only.
+_ROWS = 4
+_LARGE_WEIGHTS = 2**18
 
 
 class PackedLinear(nn.Module):
@@ -25,25 +27,28 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Take weight [out_features, in_features] and bias [out_features]."""
         super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = bias
         self._linear = torch.ops.mkldnn._linear_pointwise.default
-        self._doubles_single_row = self._adds_single_rows_otherwise(weight.shape[1])
+        is_small = weight.numel() < _LARGE_WEIGHTS
+        self._min_rows = 1 if is_small and self._adds_single_rows_alike(weight.shape[1]) else _ROWS
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Map [1, positions, in_features] to [1, positions, out_features]."""
-        if self._doubles_single_row and states.shape[-2] == 1:
-            return self._map(states.expand(-1, 2, -1))[:, :1]
-        return self._map(states)
+        num_rows = states.shape[-2]
+        if num_rows >= self._min_rows:
+            return self._map(states)
+        copies = states[:, :1].expand(-1, self._min_rows - num_rows, -1)
+        return self._map(torch.cat((states, copies), dim=1))[:, :num_rows]
 
     def _map(self, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
         return output
 
-    def _adds_single_rows_otherwise(self, in_features: int) -> bool:
-        """Whether a row alone comes out different in its last bits: some shapes have a kernel of their own for it."""
-        rows = torch.randn(1, 2, in_features, generator=torch.Generator().manual_seed(0))
-        return not torch.equal(self._map(rows)[:, :1], self._map(rows[:, :1]))
+    def _adds_single_rows_alike(self, in_features: int) -> bool:
+        """Whether a row alone gives the bits that it gives among others: for some shapes it has a kernel of its own."""
+        rows = torch.randn(1, _ROWS, in_features, generator=torch.Generator().manual_seed(0))
+        return torch.equal(self._map(rows)[:, :1], self._map(rows[:, :1]))
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rakvctl.core.backends.invariant import INVARIANT_ATTENTION
+from rakvctl.core.backends.invariant import INVARIANT_ATTENTION, key_lengths
 from rakvctl.core.errors import ModelError
 from rakvctl.core.hardware import free_memory_bytes
 from rakvctl.core.kv import BLOCK_TOKENS, TorchKVCache
@@ -83,8 +83,7 @@ class TorchBackend:
         self.model_key = model_key
         self.can_rollback = keeps_all_positions(model.config)
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        pads_keys = model.config._attn_implementation == INVARIANT_ATTENTION
-        self._cache = TorchKVCache(num_layers, pads_keys) if self.can_rollback else ForwardOnlyCache(model)
+        self._cache = TorchKVCache(num_layers, _key_lengths(model)) if self.can_rollback else ForwardOnlyCache(model)
 
     @property
     def cache(self) -> KVCache:
@@ -162,6 +161,14 @@ def _cache_argument(model: Any) -> str:
         if name in parameters:
             return name
     raise ModelError(f"{type(model).__name__} takes no cache", "use a causal model that generates with a KV cache")
+
+
+def _key_lengths(model: Any) -> tuple[int, ...]:
+    """The lengths of keys that the model's attention wants to be given, if it cares."""
+    if model.config._attn_implementation != INVARIANT_ATTENTION:
+        return ()
+    config = model.config.get_text_config(decoder=True)
+    return key_lengths(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def keeps_all_positions(config: Any) -> bool:

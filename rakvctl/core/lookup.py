@@ -1,0 +1,120 @@
+"""Drafting without a model: what followed the same tokens earlier on, in this text or in an earlier one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.types import Proposal
+from rakvctl.core.verify import Verifier
+
+# Shorter matches are looked for in the text itself only: in earlier texts they mean little, and would fill memory.
+_OWN_SIZES, _HISTORY_SIZES = (1, 2, 3, 4), (4,)
+# Of equal n-grams so many, the latest, are compared further back.
+_MOST_CANDIDATES = 8
+_MOST_COMPARED = 32
+# Stands between two texts in the history, and continues nothing.
+_BREAK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`num_matched` last tokens of a text also end before `position` of `tokens`."""
+
+    num_matched: int
+    tokens: list[int]
+    position: int
+
+    def continuation(self, num_tokens: int) -> tuple[int, ...]:
+        """What followed there, up to the end of that text."""
+        following = self.tokens[self.position : self.position + num_tokens]
+        return tuple(following[: following.index(_BREAK)] if _BREAK in following else following)
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text ends, for some sizes n: a few dictionary entries a token."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self._sizes = tuple(sizes)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens. An n-gram is entered once it has a token after it."""
+        for token in token_ids:
+            end = len(self.tokens)
+            for size in self._sizes:
+                if end >= size:
+                    ends = self._ends.setdefault(tuple(self.tokens[end - size :]), [])
+                    ends.append(end)
+                    if len(ends) > _MOST_CANDIDATES:
+                        del ends[0]
+            self.tokens.append(token)
+
+    def longest_match(self, text: Sequence[int]) -> Match | None:
+        """The longest match of the last tokens of `text`; of equally long ones the latest."""
+        for size in reversed(self._sizes):
+            ends = self._ends.get(tuple(text[-size:])) if len(text) >= size else None
+            if ends:
+                length, end = max((self._num_matched(text, end), end) for end in ends)
+                return Match(length, self.tokens, end)
+        return None
+
+    def _num_matched(self, text: Sequence[int], end: int) -> int:
+        """How many last tokens of `text` are those before `end`."""
+        most = min(end, len(text), _MOST_COMPARED)
+        for back in range(1, most + 1):
+            if self.tokens[end - back] != text[-back]:
+                return back - 1
+        return most
+
+
+class History:
+    """Earlier texts of the same model, the latest `max_tokens` or so of them."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._old = NgramIndex(_HISTORY_SIZES)
+        self._new = NgramIndex(_HISTORY_SIZES)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Remember a prompt with its completion; half of the older ones are forgotten when there are too many."""
+        if len(self._new.tokens) + len(token_ids) > self._max_tokens // 2:
+            self._old, self._new = self._new, NgramIndex(_HISTORY_SIZES)
+        self._new.extend((*token_ids, _BREAK))
+
+    def longest_match(self, text: Sequence[int]) -> Match | None:
+        """The longest match in any of them, the later one if two are equally long."""
+        matches = [match for index in (self._new, self._old) if (match := index.longest_match(text)) is not None]
+        return max(matches, key=lambda match: match.num_matched, default=None)
+
+
+class LookupDrafter:
+    """Proposes what followed the longest earlier match of the last tokens; its length says how much to trust it."""
+
+    name = "lookup"
+    max_positions = None
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._own = NgramIndex(_OWN_SIZES)
+
+    def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
+        """Forget the last text, and read the prompt."""
+        self._own = NgramIndex(_OWN_SIZES)
+        self._own.extend(prompt_token_ids)
+
+    def propose(self, token_ids: Sequence[int], num_tokens: int, verifier: Verifier) -> Proposal:
+        """Up to `num_tokens` tokens, none where nothing matches."""
+        self._own.extend(token_ids[len(self._own.tokens) :])
+        matches = [self._own.longest_match(token_ids), self._history.longest_match(token_ids)]
+        best = max((match for match in matches if match), key=lambda match: match.num_matched, default=None)
+        if best is None:
+            return Proposal(())
+        return Proposal(best.continuation(num_tokens), num_matched_tokens=best.num_matched)
+
+    def rollback(self, length: int) -> None:
+        """Only emitted tokens are ever read."""
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot | None:
+        """It has no states."""
+        return None

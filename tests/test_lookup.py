@@ -1,0 +1,131 @@
+"""Looking tokens up: the longest earlier match is found, memory is bounded, and nothing is proposed across texts."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rakvctl.core.acceptance import LookupAcceptance
+from rakvctl.core.lookup import History, LookupDrafter, NgramIndex
+from rakvctl.core.types import Proposal
+from rakvctl.core.verify import GreedyVerifier
+
+SIZES = (1, 2, 3, 4)
+
+
+def propose(drafter: LookupDrafter, text: Sequence[int], num_tokens: int = 8) -> Proposal:
+    return drafter.propose(text, num_tokens, GreedyVerifier())
+
+
+def started(prompt: Sequence[int], history: History | None = None) -> LookupDrafter:
+    drafter = LookupDrafter(history or History(0))
+    drafter.start(prompt, None, 0)
+    return drafter
+
+
+def longest_by_hand(text: Sequence[int], most: int) -> int:
+    """How many last tokens also end somewhere earlier, at most so many."""
+    best = 0
+    for end in range(1, len(text)):
+        length = 0
+        while length < min(end, most) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        best = max(best, length)
+    return best
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_the_longest_match_is_found_if_it_is_among_the_latest(text: list[int]) -> None:
+    """Of more than eight places with the same four tokens the earliest are forgotten, so short texts lose nothing."""
+    index = NgramIndex(SIZES)
+    index.extend(text)
+    match = index.longest_match(text)
+    expected = longest_by_hand(text, 32)
+    found = match.num_matched if match else 0
+    assert found == expected or (found >= 4 and text.count(text[-1]) > 8)
+    if match is not None:
+        start = match.position
+        assert text[start - found : start] == text[len(text) - found :]
+        assert match.continuation(3) == tuple(text[start : start + 3])
+        assert match.continuation(3)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
+def test_a_text_read_in_pieces_is_read_as_a_whole(first: list[int], second: list[int]) -> None:
+    whole, pieces = NgramIndex(SIZES), NgramIndex(SIZES)
+    whole.extend(first + second)
+    pieces.extend(first)
+    pieces.extend(second)
+    text = [*first, *second]
+    assert whole.longest_match(text) == pieces.longest_match(text)
+
+
+def test_what_followed_the_same_tokens_is_proposed() -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 9, 3, 4]
+    proposal = propose(started(prompt), prompt)
+    assert proposal.token_ids == (5, 6, 7, 9, 3, 4)
+    assert proposal.num_matched_tokens == 2
+
+
+def test_a_longer_match_goes_before_a_later_one() -> None:
+    prompt = [1, 2, 3, 7, 0, 9, 3, 8, 0, 1, 2, 3]
+    assert propose(started(prompt), prompt).token_ids[0] == 7
+
+
+def test_of_equally_long_matches_the_latest_counts() -> None:
+    prompt = [1, 2, 7, 0, 1, 2, 8, 5, 1, 2]
+    assert propose(started(prompt), prompt).token_ids[0] == 8
+
+
+def test_emitted_tokens_are_looked_up_too() -> None:
+    drafter = started([1, 2, 3])
+    assert propose(drafter, [1, 2, 3, 4, 5]).token_ids == ()
+    assert propose(drafter, [1, 2, 3, 4, 5, 6, 4, 5]).token_ids[:2] == (6, 4)
+
+
+def test_a_new_request_forgets_the_last_one() -> None:
+    drafter = started([1, 2, 3, 4, 1, 2])
+    drafter.start([7, 1, 2], None, 0)
+    assert propose(drafter, [7, 1, 2]).token_ids == ()
+
+
+def test_a_repeated_prompt_drafts_its_old_answer() -> None:
+    history = History(1000)
+    prompt, answer = list(range(10, 30)), list(range(40, 60))
+    history.add([*prompt, *answer])
+    proposal = propose(started(prompt, history), [*prompt, answer[0]], 16)
+    assert proposal.token_ids == tuple(answer[1:17])
+    assert proposal.num_matched_tokens == 21
+
+
+def test_nothing_is_proposed_across_the_end_of_an_earlier_text() -> None:
+    history = History(1000)
+    history.add([1, 2, 3, 4, 5])
+    history.add([6, 7, 8, 9])
+    assert propose(started([0, 1, 2, 3, 4], history), [0, 1, 2, 3, 4]).token_ids == (5,)
+    assert propose(started([0, 2, 3, 4, 5], history), [0, 2, 3, 4, 5]).token_ids == ()
+
+
+def test_the_history_holds_no_more_than_it_may() -> None:
+    history = History(1000)
+    for number in range(300):
+        history.add(range(10 * number, 10 * number + 40))
+    assert sum(len(index.tokens) for index in (history._old, history._new)) <= 1000
+    last = list(range(2990, 2995))
+    assert propose(started(last, history), last).token_ids[0] == 2995
+    assert propose(started([5, 6, 7, 8], history), [5, 6, 7, 8]).token_ids == ()
+
+
+@pytest.mark.parametrize("matched", [1, 2, 3, 4, 5, 9, 31])
+def test_acceptance_is_learned_by_the_length_of_the_match(matched: int) -> None:
+    seen = LookupAcceptance()
+    before = [seen.alpha(number) for number in range(1, 32)]
+    assert before == sorted(before)
+    for _ in range(100):
+        seen.observe(matched, stands=False)
+    assert seen.alpha(matched) < 0.1
+    assert sum(seen.alpha(number) != old for number, old in zip(range(1, 32), before, strict=True)) < 31
+    for _ in range(1000):
+        seen.observe(matched, stands=True)
+    assert seen.alpha(matched) > 0.9
