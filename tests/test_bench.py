@@ -130,6 +130,18 @@ def test_a_summary_compares_prompt_by_prompt_with_plain_decoding() -> None:
     assert fast.num_unequal == 0
 
 
+@pytest.mark.parametrize("num_samples", range(1, 12))
+def test_a_run_can_be_summed_up_wherever_it_is_cut_off(num_samples: int) -> None:
+    clock = VirtualClock()
+    arms = [ScriptedArm(name, clock, 1.0) for name in ("ar", "b", "c")]
+    _, samples = run([*arms], clock, num_prompts=4)
+    summaries = summarize_samples(samples[:num_samples])
+    assert all(summary.num_samples > 0 for summary in summaries)
+    if num_samples >= 3:
+        assert summaries[0].arm == "ar"
+        assert {summary.arm for summary in summaries} == {"ar", "b", "c"}
+
+
 def write_results(path: Path, ms: float) -> Path:
     clock = VirtualClock()
     _, samples = run([ScriptedArm("ar", clock, ms)], clock, num_prompts=8)
@@ -158,7 +170,7 @@ def test_what_holds_no_results_cannot_be_compared(text: str, tmp_path: Path) -> 
         compare(good, bad)
 
 
-@pytest.mark.parametrize("policy", ["ar", "kv", "spec-4", "joint-4", "rakv"])
+@pytest.mark.parametrize("policy", ["ar", "kv", "spec-4", "joint-4", "rakv", "auto"])
 def test_every_policy_starts_from_what_the_task_says_is_stored(policy: str) -> None:
     """Nothing of an earlier task is reused: repeats would make the benchmark about hits."""
     clock = VirtualClock()
@@ -167,6 +179,8 @@ def test_every_policy_starts_from_what_the_task_says_is_stored(policy: str) -> N
     cold = [arm.prepare(Task(PROMPT, 8))() for _ in range(2)]
     assert [outcome.reused_tokens for outcome in cold] == [0, 0]
     assert cold[0].token_ids == cold[1].token_ids
+    arm.prepare(Task(PROMPT, 8))
+    assert arm._experience.history.longest_match(PROMPT) is None, "the old answer would be drafted"
     warm = arm.prepare(Task(PROMPT, 8, stored=PROMPT))()
     assert warm.token_ids == cold[0].token_ids
     assert warm.reused_tokens == (0 if policy in ("ar", "spec-4") else len(PROMPT))

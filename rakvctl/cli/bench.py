@@ -103,7 +103,7 @@ def bench(
     ] = Study.BASELINES,
     policies: Annotated[
         str, typer.Option(metavar="LIST", rich_help_panel=_WORK, help="Our policies; ar is always among them.")
-    ] = "ar,kv,spec-4,joint-4,rakv",
+    ] = "ar,kv,spec-4,joint-4,rakv,auto",
     peers: Annotated[
         str,
         typer.Option(

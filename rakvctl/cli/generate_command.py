@@ -117,7 +117,7 @@ def generate(
             help="auto: what is expected to be fastest, round by round; rakv: request by request; ar: plain decoding; "
             "kv: reuse stored prefixes; spec-K: draft K tokens a round; joint-K: both.",
         ),
-    ] = "rakv",
+    ] = "auto",
     drafter: Annotated[
         DrafterChoice,
         typer.Option(

@@ -86,7 +86,7 @@ class Experience:
 
     def __init__(self, prior_alpha: float = _PRIOR_ALPHA) -> None:
         self.lookups = LookupAcceptance()
-        self.history = History(_HISTORY_TOKENS)
+        self.forget_texts()
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
         # Emitted tokens and limits of past requests, older ones counting less; at first, limits are reached.
         self._num_emitted = self._num_allowed = 0.0
@@ -101,6 +101,10 @@ class Experience:
         """How many tokens a request with this limit is expected to make: texts may end long before it."""
         share = self._num_emitted / self._num_allowed if self._num_allowed else 1.0
         return max(min(1, max_new_tokens), round(share * max_new_tokens))
+
+    def forget_texts(self) -> None:
+        """Look nothing up in earlier texts any more; what was learned from them stays."""
+        self.history = History(_HISTORY_TOKENS)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """Keep a prompt with its completion, to look tokens up in."""

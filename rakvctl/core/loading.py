@@ -29,7 +29,7 @@ class RuntimeOptions:
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None
-    policy: str = "rakv"
+    policy: str = "auto"
     drafter: str = "auto"
     profile: str = "auto"
     kv_budget_bytes: int = 512 * 2**20

@@ -72,7 +72,8 @@ class PolicyArm:
         self._clock = clock
 
     def prepare(self, task: Task) -> Callable[[], Outcome]:
-        """Store what the task says is stored; the caches are left from something else."""
+        """Store what the task says is stored; the caches are left from something else, and earlier texts forgotten."""
+        self._experience.forget_texts()
         entries = stored_entries(self._pair, task.stored) if self._policy.needs.store else []
         drafter, store = self._pair.drafter(), store_of(entries)
         runtime = make_arm_runtime(self._pair, self._policy, drafter, store, self._experience, self._clock)

@@ -41,7 +41,8 @@ def summarize(samples: Sequence[Sample]) -> list[ArmSummary]:
     workloads = list(dict.fromkeys(sample.workload for sample in samples))
     arms = sorted(dict.fromkeys(sample.arm for sample in samples), key=lambda arm: arm != REFERENCE)
     names = [*workloads, ALL] if len(workloads) > 1 else workloads
-    return [_summary(samples, workload, arm) for workload in names for arm in arms]
+    ran = {(workload, sample.arm) for sample in samples for workload in (sample.workload, ALL)}
+    return [_summary(samples, workload, arm) for workload in names for arm in arms if (workload, arm) in ran]
 
 
 def _summary(samples: Sequence[Sample], workload: str, arm: str) -> ArmSummary:
