@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from rakvctl.core.acceptance import Experience
 from rakvctl.core.backends.fake import FakeBackend, FakeCosts, FakeLogits, VirtualClock
 from rakvctl.core.cost import DRAFT_LENS, CostModel
+from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError
 from rakvctl.core.pair import ModelPair
-from rakvctl.core.policies import Needs, RakvPolicy, make_policy
+from rakvctl.core.policies import Needs, RakvPolicy, fixed_speculator, make_policy
 from rakvctl.core.profile import Curve, HardwareProfile
+from rakvctl.core.rounds import Speculator
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
@@ -26,6 +28,7 @@ from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Action, Completion, Decision, Features, Request, SamplingParams
 from rakvctl.measure.calibrate import Calibration, calibrate
 from rakvctl.measure.check import check
+from rakvctl.measure.grid import LONGEST_DRAFT
 from rakvctl.measure.statistics import mape_percent, spearman
 from rakvctl.measure.timing import Effort, Point, Probe, Spread, time_probes
 from tests.fakes import NO_END
@@ -119,7 +122,7 @@ def test_the_targets_costs_are_found_again(target_costs: FakeCosts) -> None:
     assert_curve(profile.target.prefill, Costs("forward", costs))
     assert_curve(profile.target.clone, Costs("copy", costs))
     assert_curve(profile.target.insert, Costs("copy", costs))
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9)
+    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9, 17)
 
 
 def test_the_drafts_costs_are_found_again() -> None:
@@ -129,7 +132,7 @@ def test_the_drafts_costs_are_found_again() -> None:
     assert_curve(profile.draft.model.clone, Costs("copy", DRAFT))
     assert_curve(profile.draft.model.insert, Costs("copy", DRAFT))
     propose = profile.draft.propose
-    assert propose.sizes_tokens == DRAFT_LENS[1:]
+    assert propose.sizes_tokens == (*DRAFT_LENS[1:], LONGEST_DRAFT)
     for size, row in zip(propose.sizes_tokens, propose.median_ms, strict=True):
         for context, median_ms in zip(propose.contexts_tokens, row, strict=True):
             if context > 0:
@@ -215,7 +218,7 @@ def test_a_model_without_draft_has_a_profile_without_one() -> None:
     assert profile.draft is None
     assert (profile.acceptance.alpha, profile.acceptance.num_trials) == (0.0, 0)
     assert (profile.fingerprint.draft, profile.fingerprint.draft_digest) == ("", "")
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9)
+    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9, 17)
 
 
 def test_a_recurrent_target_is_refused() -> None:
@@ -278,6 +281,9 @@ class Forced:
         table = CostModel(self.profile).table(features)
         drafter = features.drafter if self.action.draft_len else "none"
         return Decision(self.action, self.name, drafter, table, features.alpha)
+
+    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+        return fixed_speculator(decision, drafter)
 
 
 @dataclass

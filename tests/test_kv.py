@@ -329,6 +329,7 @@ def test_a_rollback_moves_no_memory() -> None:
     """What it forgets stays allocated, and the next pass writes into the same buffers."""
     backend = TorchBackend(MODEL, "test", VOCAB_SIZE)
     engine = Engine(backend)
+    engine.reserve(200)
     engine.prefill(random_tokens(50))
     assert isinstance(backend.cache, TorchKVCache)
     before = [layer.keys.data_ptr() for layer in backend.cache.layers]

@@ -7,8 +7,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rakvctl.cli.page import counted, number, open_page
+from rakvctl.cli.page import counted, make_table, number, open_page
 from rakvctl.core.cost import CostModel
+from rakvctl.core.rounds import RoundChoice
 from rakvctl.core.types import CostBreakdown, Decision, Features
 
 
@@ -32,6 +33,16 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
         for reason, actions in _reasons(decision.table).items():
             page.print(f"  not possible: {actions}: {reason}", style="dim")
         page.print(_verdict(decision))
+
+
+def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
+    """What `auto` drafts in a round without a draft model, by how many tokens matched."""
+    table = make_table(f"Looked up, after {context} tokens", ["matched", "alpha", "k", "ms a token"])
+    for choice in choices:
+        alpha = f"{choice.alpha:.2f}" if choice.num_matched_tokens else "-"
+        table.add_row(str(choice.num_matched_tokens), alpha, str(choice.draft_len), number(choice.ms_per_token))
+    with open_page() as page:
+        page.print(table)
 
 
 def is_chosen(row: CostBreakdown, decision: Decision) -> bool:

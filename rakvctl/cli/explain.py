@@ -11,10 +11,12 @@ import typer
 from rakvctl.cli import cost_table, inputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
 from rakvctl.cli.sources import is_default
+from rakvctl.core.acceptance import LookupAcceptance
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
 from rakvctl.core.policies import RakvPolicy
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.rounds import round_choices
 from rakvctl.core.types import BUCKET_TOKENS, Decision, Features, Request, SamplingParams
 from rakvctl.measure.described import described, known_profile
 from rakvctl.measure.mending import Choice
@@ -143,14 +145,17 @@ def _plan(argument: str | None, choice: Choice, sampling: SamplingParams) -> tup
 
 def _show(costs: CostModel, features: Features, plot: Path | None, as_json: bool) -> None:
     decision = RakvPolicy(costs).decide(features)
+    context = features.num_prompt_tokens + features.num_new_tokens // 2
+    choices = round_choices(costs.profile, LookupAcceptance(), context)
     if plot is not None:
         from rakvctl.measure.plots import plot_costs
 
         plot_costs(costs, features, decision, plot)
     if as_json:
-        render.print_json(_record(costs, features, decision))
+        render.print_json({**_record(costs, features, decision), "rounds": [asdict(choice) for choice in choices]})
     else:
         cost_table.show_costs(decision, features, costs)
+        cost_table.show_rounds(choices, context)
 
 
 def _record(costs: CostModel, features: Features, decision: Decision) -> dict[str, Any]:

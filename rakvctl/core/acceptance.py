@@ -62,6 +62,11 @@ class LookupAcceptance:
             least: AcceptanceTracker.from_prior(alpha, _LOOKUP_PRIOR_TRIALS) for least, alpha in _LOOKUP_PRIORS.items()
         }
 
+    @property
+    def bins(self) -> tuple[int, ...]:
+        """The least number of matched tokens of each bin."""
+        return tuple(self._trackers)
+
     def alpha(self, num_matched_tokens: int) -> float:
         """The probability in force that the token after such a match stands."""
         return self._trackers[_bin(num_matched_tokens)].alpha

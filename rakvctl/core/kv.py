@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rakvctl.core.seams import KVSnapshot
 
-# Buffers grow by whole blocks, so that a few more tokens do not copy everything. It is also how many keys the fused
-# CPU attention works through at a time.
+# How many keys the fused CPU attention works through at a time.
 BLOCK_TOKENS = 512
+# Buffers grow by this many positions or more, so that a few more tokens do not copy everything.
+_GROWTH_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,6 @@ def _zeros_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
     return states.new_zeros((batch, num_heads, capacity, head_dim))
 
 
-def padded_length(num_tokens: int) -> int:
-    """`num_tokens` rounded up to whole blocks."""
-    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-
-
 class TorchKVCache(Cache):  # type: ignore[misc]
     """The `KVCache` of one sequence on torch.
 
@@ -103,14 +99,14 @@ class TorchKVCache(Cache):  # type: ignore[misc]
         """
         self._key_lengths = key_lengths
         self.length = 0
-        self.capacity = BLOCK_TOKENS
+        self.capacity = self.num_visible(_GROWTH_TOKENS)
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` positions, keeping what is there."""
         if num_tokens > self.capacity:
-            self.capacity = padded_length(num_tokens)
+            self.capacity = self.num_visible(-(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS)
             for layer in self.layers:
                 layer.grow(self.capacity, self.length)
 

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.types import Proposal
-from rakvctl.core.verify import Verifier
+
+if TYPE_CHECKING:
+    from rakvctl.core.verify import Verifier
 
 # Shorter matches are looked for in the text itself only: in earlier texts they mean little, and would fill memory.
 _OWN_SIZES, _HISTORY_SIZES = (1, 2, 3, 4), (4,)
@@ -25,9 +29,11 @@ class Match:
     position: int
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
-        """What followed there, up to the end of that text."""
+        """What followed there, up to the end of that text; a text that goes on repeats itself from there."""
         following = self.tokens[self.position : self.position + num_tokens]
-        return tuple(following[: following.index(_BREAK)] if _BREAK in following else following)
+        if _BREAK in following:
+            return tuple(following[: following.index(_BREAK)])
+        return tuple(islice(cycle(following), num_tokens))
 
 
 class NgramIndex:
@@ -103,7 +109,7 @@ class LookupDrafter:
         self._own = NgramIndex(_OWN_SIZES)
         self._own.extend(prompt_token_ids)
 
-    def propose(self, token_ids: Sequence[int], num_tokens: int, verifier: Verifier) -> Proposal:
+    def propose(self, token_ids: Sequence[int], num_tokens: int, verifier: "Verifier") -> Proposal:
         """Up to `num_tokens` tokens, none where nothing matches."""
         self._own.extend(token_ids[len(self._own.tokens) :])
         matches = [self._own.longest_match(token_ids), self._history.longest_match(token_ids)]

@@ -3,16 +3,18 @@
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rakvctl.core.acceptance import Experience
 from rakvctl.core.cost import CostModel
-from rakvctl.core.drafters import Drafter
 from rakvctl.core.errors import UsageError
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.rounds import AdaptiveSpeculator, FixedSpeculator, RoundCosts, Speculator
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
+
+if TYPE_CHECKING:
+    from rakvctl.core.drafters import Drafter
 
 _MAX_DRAFT_LEN = 32
 _FIXED = re.compile(r"(ar|kv|spec-(?P<spec>[1-9][0-9]?)|joint-(?P<joint>[1-9][0-9]?))")
@@ -42,7 +44,7 @@ class Policy(Protocol):
 
     def decide(self, features: Features) -> Decision: ...
 
-    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
         """Who drafts the tokens of a request that was decided so; None where nobody does."""
         ...
 
@@ -67,9 +69,9 @@ class FixedPolicy:
         action = Action(reuse=reuses, draft_len=self.action.draft_len if drafts else 0)
         return Decision(action, self.name, features.drafter if drafts else "none")
 
-    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
         """The drafter, asked for as many tokens every round."""
-        return _fixed_speculator(decision, drafter)
+        return fixed_speculator(decision, drafter)
 
 
 _RAKV_NEEDS = Needs(profile=True, store=True, drafter="welcome")
@@ -99,9 +101,9 @@ class RakvPolicy:
         drafter = features.drafter if action.draft_len else "none"
         return Decision(action, self.name, drafter, table, features.alpha, is_probe=probe is not None)
 
-    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
         """The drafter, asked for as many tokens every round."""
-        return _fixed_speculator(decision, drafter)
+        return fixed_speculator(decision, drafter)
 
     def _probe(self, table: tuple[CostBreakdown, ...], limit_ms: float) -> CostBreakdown | None:
         """The cheapest way to draft, if it stays within the limit."""
@@ -110,7 +112,8 @@ class RakvPolicy:
         return cheapest if cheapest is not None and cheapest.total_ms <= limit_ms else None
 
 
-def _fixed_speculator(decision: Decision, drafter: Drafter | None) -> Speculator | None:
+def fixed_speculator(decision: Decision, drafter: "Drafter | None") -> Speculator | None:
+    """The drafter, asked for as many tokens every round as was decided; None where nothing is drafted."""
     draft_len = decision.action.draft_len
     return FixedSpeculator(drafter, draft_len) if drafter is not None and draft_len else None
 
@@ -132,7 +135,7 @@ class AutoPolicy:
         drafter = f"lookup+{decision.drafter}" if decision.action.draft_len else "lookup"
         return replace(decision, policy=self.name, drafter=drafter)
 
-    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
         """Looks up, beside the draft model if it is worth its start."""
         lookup = LookupDrafter(experience.history)
         model = drafter if decision.action.draft_len else None

@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, expected_tokens
 from rakvctl.core.cost import DRAFT_LENS
-from rakvctl.core.drafters import Drafter
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.types import Proposal
-from rakvctl.core.verify import Verifier
+
+if TYPE_CHECKING:
+    from rakvctl.core.drafters import Drafter
+    from rakvctl.core.verify import Verifier
 
 # Times change slowly with the context: they are looked up once for so many positions.
 _CONTEXT_STEP = 64
@@ -28,7 +31,7 @@ class Speculator(Protocol):
         """Begin a new sequence, from a draft model's stored states where there are any."""
         ...
 
-    def propose(self, token_ids: Sequence[int], room: int, verifier: Verifier) -> Proposal:
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         """At most `room` tokens to follow `token_ids`; none where a plain step is best."""
         ...
 
@@ -49,14 +52,14 @@ class Speculator(Protocol):
 class FixedSpeculator:
     """The same drafter and number of tokens every round."""
 
-    drafter: Drafter
+    drafter: "Drafter"
     draft_len: int
 
     def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
         """As the drafter."""
         self.drafter.start(prompt_token_ids, snapshot, num_cloned_tokens)
 
-    def propose(self, token_ids: Sequence[int], room: int, verifier: Verifier) -> Proposal:
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         """As many tokens as there is room for, in both models."""
         num_tokens = min(self.draft_len, room, _room(self.drafter, token_ids))
         return self.drafter.propose(token_ids, num_tokens, verifier) if num_tokens > 0 else _NOTHING
@@ -105,7 +108,7 @@ class AdaptiveSpeculator:
     """
 
     def __init__(
-        self, lookup: LookupDrafter, seen: LookupAcceptance, model: Drafter | None, alpha: float, costs: RoundCosts
+        self, lookup: LookupDrafter, seen: LookupAcceptance, model: "Drafter | None", alpha: float, costs: RoundCosts
     ) -> None:
         """`alpha`: the draft model's acceptance as far as earlier texts tell."""
         self._lookup = lookup
@@ -121,13 +124,13 @@ class AdaptiveSpeculator:
         if self._model is not None:
             self._model.start(prompt_token_ids, snapshot, num_cloned_tokens)
 
-    def propose(self, token_ids: Sequence[int], room: int, verifier: Verifier) -> Proposal:
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         """The looked-up tokens or the first of them, the draft model's, or none."""
         verify_ms, propose_ms = self._costs.at(len(token_ids))
         self._looked_up = self._lookup.propose(token_ids, min(room, self._costs.most_draft_tokens), verifier)
         matched = self._looked_up.num_matched_tokens
         rate, draft_len = best_prefix(
-            verify_ms, len(self._looked_up.token_ids), lambda index: self._seen.alpha(matched + index)
+            verify_ms, len(self._looked_up.token_ids), partial(_alpha_after, self._seen, matched)
         )
         self._modelled = _NOTHING
         if self._model is not None:
@@ -158,6 +161,35 @@ class AdaptiveSpeculator:
         return self._model.snapshot(num_tokens) if self._model is not None else None
 
 
+@dataclass(frozen=True, slots=True)
+class RoundChoice:
+    """How many looked-up tokens a round drafts after a match of so many, and what a token is then expected to take.
+
+    `alpha`: the probability that the first of them stands. No match: nothing can be drafted.
+    """
+
+    num_matched_tokens: int
+    alpha: float
+    draft_len: int
+    ms_per_token: float
+
+
+def round_choices(profile: HardwareProfile, seen: LookupAcceptance, context: int) -> list[RoundChoice]:
+    """What `auto` does at a context where nothing is looked up, and for each bin of matches."""
+    costs = RoundCosts(profile)
+    verify_ms, _ = costs.at(context)
+    choices = [RoundChoice(0, 0.0, 0, verify_ms[0])]
+    for matched in seen.bins:
+        rate, draft_len = best_prefix(verify_ms, costs.most_draft_tokens, partial(_alpha_after, seen, matched))
+        choices.append(RoundChoice(matched, seen.alpha(matched), draft_len, rate))
+    return choices
+
+
+def _alpha_after(seen: LookupAcceptance, num_matched_tokens: int, index: int) -> float:
+    """Of token `index` of a proposal: all those before it belong to its match."""
+    return seen.alpha(num_matched_tokens + index)
+
+
 def best_prefix(verify_ms: Sequence[float], num_tokens: int, alpha: Callable[[int], float]) -> tuple[float, int]:
     """The least milliseconds a token, and the k that gives it, for a proposal that costs nothing.
 
@@ -180,7 +212,7 @@ def _num_equal(guessed: Sequence[int], emitted: Sequence[int]) -> int:
     return next((index for index, (guess, token) in pairs if guess != token), min(len(guessed), len(emitted)))
 
 
-def _room(drafter: Drafter, token_ids: Sequence[int]) -> int:
+def _room(drafter: "Drafter", token_ids: Sequence[int]) -> int:
     """How many more positions a drafter has."""
     limit = drafter.max_positions
     return sys.maxsize if limit is None else limit - len(token_ids)
