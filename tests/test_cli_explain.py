@@ -39,7 +39,21 @@ ms.
     yes   6  3.00     111    22.8     21   289    303 0.0   728  11.4   0.63
     yes   8  3.00     111    22.8     20   367    308 0.0   811  12.7   0.69
 
-Chosen: the stored prefix is reused, 2 drafted a round: 638 ms expected."""
+Chosen: the stored prefix is reused, 2 drafted a round: 638 ms expected.
+
+Looked up, after 532 tokens
+
+ matched   alpha    k   ms a token
+ ─────────────────────────────────
+       0       -    0         11.6
+       1    0.37    6         7.22
+       2    0.57   10         4.79
+       3    0.70   12         3.68
+       4    0.80   13         3.15
+       6    0.85   13         2.75
+      10    0.90   16         2.27
+      20    0.95   16         1.68
+"""
 
 
 @pytest.fixture
@@ -75,7 +89,7 @@ def test_what_cannot_be_done_is_in_the_table_with_the_reason(run: Call, tmp_path
 
 def test_the_json_object_is_the_contract_s(run: Call, profile_path: Path) -> None:
     record = json.loads(explain_toy(run, profile_path, "--cached", "300", "--json").out)
-    assert list(record) == ["table", "features", "alpha", "profile"]
+    assert list(record) == ["table", "features", "alpha", "profile", "rounds"]
     assert record["alpha"] == record["features"]["alpha"] == 0.7
     assert (record["features"]["num_prompt_tokens"], record["features"]["num_cloned_tokens"]) == (500, 300)
     assert len(record["table"]) == 12

@@ -72,6 +72,7 @@ def test_the_record_of_a_completion_has_the_names_and_order_of_the_contract() ->
         "num_accepted_tokens",
         "draft_acceptance_rate",
         "mean_acceptance_length",
+        "rounds_by_draft_len",
     ]
     assert list(written["action"]) == ["reuse", "draft_len", "drafter"]
 
@@ -95,6 +96,7 @@ def test_the_record_of_a_completion_says_what_happened() -> None:
         "num_accepted_tokens": 2,
         "draft_acceptance_rate": 0.333,
         "mean_acceptance_length": 2.0,
+        "rounds_by_draft_len": {"3": 2},
     }
 
 
@@ -495,6 +497,7 @@ def test_totals_add_tokens_and_take_medians_of_times() -> None:
         "time to first token": "20.0 ms (median)",
         "time per token after it": "7.50 ms (median)",
         "drafted tokens": "6, 33.3% accepted, 1.33 tokens a round",
+        "rounds by drafted tokens": "0 (4), 3 (2)",
     }
 
 

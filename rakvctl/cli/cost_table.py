@@ -42,6 +42,7 @@ def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
         alpha = f"{choice.alpha:.2f}" if choice.num_matched_tokens else "-"
         table.add_row(str(choice.num_matched_tokens), alpha, str(choice.draft_len), number(choice.ms_per_token))
     with open_page() as page:
+        page.print()
         page.print(table)
 
 

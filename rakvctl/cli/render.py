@@ -37,7 +37,7 @@ def completion_record(prompt_id: PromptId, completion: Completion) -> dict[str, 
         "num_accepted_tokens": completion.num_accepted_tokens,
         "draft_acceptance_rate": _rounded(completion.draft_acceptance_rate),
         "mean_acceptance_length": _rounded(completion.mean_acceptance_length),
-        "rounds_by_draft_len": completion.rounds_by_draft_len,
+        "rounds_by_draft_len": {str(draft_len): count for draft_len, count in completion.rounds_by_draft_len.items()},
     }
 
 

@@ -20,8 +20,6 @@ from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwarePro
 # The least and the largest value of fields that are not just any number from 0 on.
 _RANGES = {"alpha": (0.0, 1.0), "spearman": (-1.0, 1.0), "memory_bytes_per_ms": (math.ulp(0.0), math.inf)}
 # Beside its own errors, what the YAML reader stumbles over in values that claim to be dates, numbers or the like.
-# The one in C, ten times as fast, where PyYAML was built with it.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
@@ -101,10 +99,18 @@ def _text(path: Path) -> str:
         raise ProfileError(f"{path} is not a YAML file: {first_line(error)}", _MEND) from error
 
 
+def _parsed(text: str) -> Any:
+    """What a YAML text says. The parser in C, where there is one, is far faster, but knows no lone surrogates."""
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
+
+
 def _load(text: str, path: Path) -> dict[str, Any]:
     """The entries of a file of our schema version, values unchecked."""
     try:
-        content = yaml.load(text, Loader=_LOADER)  # noqa: S506 - a safe loader
+        content = _parsed(text)
     except _YAML_ERRORS as error:
         raise ProfileError(f"{path} is not a YAML file: {first_line(error)}", _MEND) from error
     version = content.get("schema_version") if isinstance(content, dict) else None

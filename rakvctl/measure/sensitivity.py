@@ -118,16 +118,16 @@ class SensitivityStudy:
             request = Request(prompt, SamplingParams(max_new_tokens=self._max_new_tokens))
             plain = self._runtime(0, None).run(request)
             self._random.shuffle(self.cells)
-            for draft_len, alpha in self.cells:
-                yield self._run(number, request, plain, draft_len, alpha)
+            with no_garbage_collection():
+                for draft_len, alpha in self.cells:
+                    yield self._run(number, request, plain, draft_len, alpha)
 
     def _run(self, number: int, request: Request, plain: Completion, draft_len: int, alpha: float) -> SensitivityRun:
         drafter = self._pair.drafter()
         assert drafter is not None
         continuation = (*request.prompt_token_ids, *plain.token_ids)
         replay = ReplayDrafter(drafter, continuation, alpha, self._random.randrange(2**32))
-        with no_garbage_collection():
-            completion = self._runtime(draft_len, replay).run(request)
+        completion = self._runtime(draft_len, replay).run(request)
         features = Features(
             num_prompt_tokens=len(request.prompt_token_ids),
             max_new_tokens=len(plain.token_ids),
