@@ -20,8 +20,8 @@ from rakvctl.core.errors import ModelError
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import Needs, RakvPolicy, fixed_speculator, make_policy
 from rakvctl.core.profile import Curve, HardwareProfile
-from rakvctl.core.rounds import Speculator
 from rakvctl.core.runtime import Runtime
+from rakvctl.core.speculators import Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rakvctl.core.acceptance import LookupAcceptance
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.profile import Curve, HardwareProfile
-from rakvctl.core.rounds import AdaptiveSpeculator, RoundCosts, best_prefix, round_choices
+from rakvctl.core.rounds import RoundCosts, best_prefix, round_choices
 from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.speculators import AdaptiveSpeculator
 from rakvctl.core.types import Proposal
 from rakvctl.core.verify import GreedyVerifier, Verifier
 from tests.fakes import FakeRuntime

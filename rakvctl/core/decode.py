@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rakvctl.core.engine import Engine
-from rakvctl.core.rounds import Speculator
 from rakvctl.core.seams import Logits
+from rakvctl.core.speculators import Speculator
 from rakvctl.core.types import PrefixMatch, Proposal, Request, StepEvent
 from rakvctl.core.verify import Verifier
 

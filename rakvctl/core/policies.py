@@ -10,7 +10,8 @@ from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.core.rounds import AdaptiveSpeculator, FixedSpeculator, RoundCosts, Speculator
+from rakvctl.core.rounds import RoundCosts
+from rakvctl.core.speculators import AdaptiveSpeculator, FixedSpeculator, Speculator
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError
 from rakvctl.core.policies import Policy
-from rakvctl.core.rounds import Speculator
+from rakvctl.core.speculators import Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
 from rakvctl.core.types import (

@@ -13,8 +13,8 @@ from rakvctl.core.decode import StoredLogits, decode
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
-from rakvctl.core.rounds import FixedSpeculator
 from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.speculators import FixedSpeculator
 from rakvctl.core.text import TextStream
 from rakvctl.core.types import Proposal, Request
 from rakvctl.core.verify import GreedyVerifier, Verifier

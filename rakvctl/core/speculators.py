@@ -1,0 +1,148 @@
+"""Who drafts in a round: always the same drafter, or whoever is expected to be fastest."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, expected_tokens
+from rakvctl.core.lookup import LookupDrafter
+from rakvctl.core.rounds import RoundCosts, alpha_after, best_prefix
+from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.types import Proposal
+
+if TYPE_CHECKING:
+    from rakvctl.core.drafters import Drafter
+    from rakvctl.core.verify import Verifier
+
+# What earlier texts say of a draft model counts as so many tokens judged in this one.
+_TEXT_PRIOR_TRIALS = 12.0
+_NOTHING = Proposal(())
+
+
+class Speculator(Protocol):
+    """What the loop asks for tokens to check, round by round, in one sequence at a time."""
+
+    def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
+        """Begin a new sequence, from a draft model's stored states where there are any."""
+        ...
+
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
+        """At most `room` tokens to follow `token_ids`; none where a plain step is best."""
+        ...
+
+    def observe(self, emitted: Sequence[int]) -> None:
+        """Learn what the round emitted."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Forget what was drafted after the first `length` tokens."""
+        ...
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot | None:
+        """A draft model's states of the first `num_tokens` tokens, if it has seen them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSpeculator:
+    """The same drafter and number of tokens every round."""
+
+    drafter: "Drafter"
+    draft_len: int
+
+    def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
+        """As the drafter."""
+        self.drafter.start(prompt_token_ids, snapshot, num_cloned_tokens)
+
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
+        """As many tokens as there is room for, in both models."""
+        num_tokens = min(self.draft_len, room, _room(self.drafter, token_ids))
+        return self.drafter.propose(token_ids, num_tokens, verifier) if num_tokens > 0 else _NOTHING
+
+    def observe(self, emitted: Sequence[int]) -> None:
+        """Nothing depends on it."""
+
+    def rollback(self, length: int) -> None:
+        """As the drafter."""
+        self.drafter.rollback(length)
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot | None:
+        """The drafter's."""
+        return self.drafter.snapshot(num_tokens)
+
+
+class AdaptiveSpeculator:
+    """Looks tokens up, asks a draft model too if one was started, and takes what is expected to be fastest each round.
+
+    That is min_k (D_k + V_{k+1}) / E_k, where looking up takes no time: D_k = 0. A looked-up token that follows a match
+    of n tokens stands with the probability a_n that was seen for such matches, and the next one then follows a match of
+    n + 1, so E_k = 1 + a_n + a_n a_{n+1} + ... A looked-up proposal is judged by what its round emitted even where
+    nothing was drafted: nothing is ever ruled out for good. The draft model's acceptance is learned within the text.
+    """
+
+    def __init__(
+        self, lookup: LookupDrafter, seen: LookupAcceptance, model: "Drafter | None", alpha: float, costs: RoundCosts
+    ) -> None:
+        """`alpha`: the draft model's acceptance as far as earlier texts tell."""
+        self._lookup = lookup
+        self._seen = seen
+        self._model = model
+        self._model_seen = AcceptanceTracker.from_prior(alpha, _TEXT_PRIOR_TRIALS)
+        self._costs = costs
+        self._looked_up = self._modelled = _NOTHING
+
+    def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
+        """Read the prompt."""
+        self._lookup.start(prompt_token_ids, None, 0)
+        if self._model is not None:
+            self._model.start(prompt_token_ids, snapshot, num_cloned_tokens)
+
+    def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
+        """The looked-up tokens or the first of them, the draft model's, or none."""
+        verify_ms, propose_ms = self._costs.at(len(token_ids))
+        self._looked_up = self._lookup.propose(token_ids, min(room, self._costs.most_draft_tokens), verifier)
+        matched = self._looked_up.num_matched_tokens
+        rate, draft_len = best_prefix(
+            verify_ms, len(self._looked_up.token_ids), partial(alpha_after, self._seen, matched)
+        )
+        self._modelled = _NOTHING
+        if self._model is not None:
+            most, alpha = min(room, _room(self._model, token_ids)), self._model_seen.alpha
+            rates = {(ms + verify_ms[k]) / expected_tokens(alpha, k): k for k, ms in propose_ms.items() if k <= most}
+            if rates and min(rates) < rate:
+                self._modelled = self._model.propose(token_ids, rates[min(rates)], verifier)
+                return self._modelled
+        return self._looked_up.first(draft_len)
+
+    def observe(self, emitted: Sequence[int]) -> None:
+        """Compare what was drafted, and what was looked up, with what came, up to the first difference."""
+        num_drafted = min(len(self._modelled.token_ids), len(emitted))
+        num_right = _num_equal(self._modelled.token_ids, emitted)
+        self._model_seen = self._model_seen.observe(num_drafted, num_right)
+        matched = self._looked_up.num_matched_tokens
+        num_right = _num_equal(self._looked_up.token_ids, emitted)
+        for index in range(min(num_right + 1, len(self._looked_up.token_ids), len(emitted))):
+            self._seen.observe(matched + index, stands=index < num_right)
+
+    def rollback(self, length: int) -> None:
+        """The draft model's states."""
+        if self._model is not None:
+            self._model.rollback(length)
+
+    def snapshot(self, num_tokens: int) -> KVSnapshot | None:
+        """The draft model's."""
+        return self._model.snapshot(num_tokens) if self._model is not None else None
+
+
+def _num_equal(guessed: Sequence[int], emitted: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    pairs = enumerate(zip(guessed, emitted, strict=False))
+    return next((index for index, (guess, token) in pairs if guess != token), min(len(guessed), len(emitted)))
+
+
+def _room(drafter: "Drafter", token_ids: Sequence[int]) -> int:
+    """How many more positions a drafter has."""
+    limit = drafter.max_positions
+    return sys.maxsize if limit is None else limit - len(token_ids)
