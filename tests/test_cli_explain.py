@@ -41,7 +41,7 @@ ms.
 
 Chosen: the stored prefix is reused, 2 drafted a round: 638 ms expected.
 
-Looked up, after 532 tokens
+Of tokens that it looks up, auto drafts in a round after 532 tokens:
 
  matched   alpha    k   ms a token
  ─────────────────────────────────

@@ -37,12 +37,12 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
 
 def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
     """What `auto` drafts in a round without a draft model, by how many tokens matched."""
-    table = make_table(f"Looked up, after {context} tokens", ["matched", "alpha", "k", "ms a token"])
+    table = make_table("", ["matched", "alpha", "k", "ms a token"])
     for choice in choices:
         alpha = f"{choice.alpha:.2f}" if choice.num_matched_tokens else "-"
         table.add_row(str(choice.num_matched_tokens), alpha, str(choice.draft_len), number(choice.ms_per_token))
     with open_page() as page:
-        page.print()
+        page.print(f"\nOf tokens that it looks up, auto drafts in a round after {context} tokens:")
         page.print(table)
 
 

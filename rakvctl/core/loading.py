@@ -99,7 +99,8 @@ def _draft_name(options: RuntimeOptions) -> str | None:
     has_none = options.drafter in ("none", "lookup") or options.draft == "none"
     name = None if has_none else options.draft or default_draft(options.target)
     if use == "required" and name is None and options.drafter != "lookup":
-        raise UsageError(f"policy {options.policy} needs a drafter", "name a draft model with --draft")
+        hint = "leave --drafter none out" if options.drafter == "none" else "name a draft model with --draft"
+        raise UsageError(f"policy {options.policy} needs a drafter", f"{hint}, or look tokens up with --drafter lookup")
     return None if use == "unused" else name
 
 
