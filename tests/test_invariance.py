@@ -88,6 +88,8 @@ def test_a_linear_layer_gives_a_row_the_same_bits_alone_and_among_others(in_feat
         together = layer(rows)
         for width in range(1, 9):
             assert torch.equal(layer(rows[:, :width]), together[:, :width]), width
+            # Experts are given the tokens that are theirs, without a batch dimension.
+            assert torch.equal(layer(rows[0, :width]), together[0, :width]), width
 
 
 @pytest.mark.parametrize("head_dim", [12, 28, 64])

@@ -34,12 +34,12 @@ class PackedLinear(nn.Module):
         self._min_rows = 1 if is_small and self._adds_single_rows_alike(weight.shape[1]) else _ROWS
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Map [1, positions, in_features] to [1, positions, out_features]."""
-        num_rows = states.shape[-2]
-        if num_rows >= self._min_rows:
+        """Map [..., positions, in_features] to [..., positions, out_features]."""
+        *outer, num_rows, _ = states.shape
+        if num_rows >= self._min_rows or num_rows == 0:
             return self._map(states)
-        copies = states[:, :1].expand(-1, self._min_rows - num_rows, -1)
-        return self._map(torch.cat((states, copies), dim=1))[:, :num_rows]
+        copies = states[..., :1, :].expand(*outer, self._min_rows - num_rows, -1)
+        return self._map(torch.cat((states, copies), dim=-2))[..., :num_rows, :]
 
     def _map(self, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._linear(states, self._weight, self._bias, "none", [], "")
