@@ -24,17 +24,16 @@ _KEY_STEP = 64
 _TRIED_ROWS, _TRIALS = (4, 8, 64), 2
 
 
-def use_invariant_attention(model: Any) -> bool:
-    """Switch a model to this attention where it takes one from outside; returns whether it does.
+def use_invariant_attention(model: Any) -> None:
+    """Switch a model to this attention where it takes one from outside.
 
     A kind with an attention of its own, or one that the fused kernel cannot express, keeps it.
     """
     if model.config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
-        return False
+        return
     AttentionInterface.register(INVARIANT_ATTENTION, _attend)
     AttentionMaskInterface.register(INVARIANT_ATTENTION, _mask)
     model.set_attn_implementation(INVARIANT_ATTENTION)
-    return True
 
 
 @torch.inference_mode()
