@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,26 @@ import pytest
 from rakvctl.core.backends.fake import FakeBackend, VirtualClock
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError, UsageError
-from rakvctl.core.types import Action
+from rakvctl.core.profile import MeasuredAcceptance
+from rakvctl.core.types import Action, Decision
 from rakvctl.measure import report
 from rakvctl.measure.arms import Arm, Outcome, PolicyArm, Task
 from rakvctl.measure.bench import Bench, BenchPrompt, Sample
-from rakvctl.measure.controller import ControllerStudy, summarize
+from rakvctl.measure.controller import ControllerStudy
 from rakvctl.measure.results import compare, sample_record
 from rakvctl.measure.results import summarize as summarize_samples
 from rakvctl.measure.sensitivity import SensitivityStudy, crossovers, medians
 from rakvctl.measure.statistics import mape_percent, ratio_interval, spearman
 from rakvctl.measure.tasks import controller_tasks, make_tasks, stored_part
+from rakvctl.measure.trials import (
+    ControllerRun,
+    Trial,
+    num_runs,
+    num_unequal,
+    repeat_difference,
+    summarize,
+    summarize_auto,
+)
 from rakvctl.measure.workloads import Workload, load_workload, names
 from tests.profiles import toy_pair, toy_profile
 from tests.workloads import data_folder
@@ -190,15 +201,44 @@ def test_the_controller_is_judged_by_every_action_it_could_have_taken() -> None:
     """On a virtual clock and with prompts that draft nothing, the choice is the best and the prediction comes true."""
     clock = VirtualClock()
     pair = toy_pair(clock, with_draft=False)
-    study = ControllerStudy(pair, toy_profile(with_draft=False), repeats=1, seed=0, clock=clock)
+    study = ControllerStudy(pair, toy_profile(with_draft=False), repeats=2, seed=0, clock=clock)
     tasks = [Task(PROMPT, 12), Task(PROMPT, 12, stored=PROMPT[:17]), Task(PROMPT, 12, stored=PROMPT)]
-    trials = list(study.run(tasks))
+    runs = list(study.run(tasks))
+    trials = [run.trial for run in runs]
     assert [len(trial.actual_ms) for trial in trials] == [1, 2, 2]
     assert [trial.decision.action for trial in trials] == [Action(False, 0), Action(True, 0), Action(True, 0)]
     summary = summarize(trials)
+    assert (summary.num_cases, num_runs(runs), num_unequal(runs)) == (3, 10 + 6, 0)
     assert summary.right_k == summary.right_action == 1.0
     assert summary.mean_regret == 0.0
     assert summary.mape_percent < 1.0
+    assert repeat_difference(trials) == pytest.approx(0.0), "a virtual clock has no noise"
+
+
+def test_a_controller_that_is_told_the_acceptance_chooses_by_it() -> None:
+    """The toy draft agrees always: told so, the controller drafts at once, where the prior of a poor draft does not."""
+    clock = VirtualClock()
+    profile = replace(toy_profile(), acceptance=MeasuredAcceptance(alpha=0.01, num_trials=10_000))
+    (run,) = ControllerStudy(toy_pair(clock, noise=0.0), profile, repeats=1, seed=0, clock=clock).run(
+        [Task(PROMPT, 40)]
+    )
+    assert run.trial.decision.action == Action(False, 0)
+    assert run.trial.regret > 0.1
+    assert run.told.decision.alpha == 1.0
+    assert run.told.regret == pytest.approx(0.0)
+    assert repeat_difference([run.trial]) is None
+
+
+def test_auto_is_set_beside_the_best_action() -> None:
+    def run_of(auto_ms: float) -> ControllerRun:
+        samples = {Action(False, 0): [100.0, 104.0, 90.0], Action(False, 4): [50.0]}
+        trial = Trial(Task(PROMPT, 8), Decision(Action(False, 0), "rakv"), samples)
+        return ControllerRun(trial, trial, [auto_ms, auto_ms + 1.0, auto_ms - 1.0])
+
+    summary = summarize_auto([run_of(40.0), run_of(55.0)])
+    assert summary.mean_regret == pytest.approx((-0.2 + 0.1) / 2)
+    assert summary.mean_gain_over_plain == pytest.approx((100 / 40 + 100 / 55) / 2)
+    assert run_of(1.0).trial.regret == pytest.approx(1.0)
 
 
 def test_the_measured_crossover_is_the_predicted_one_on_a_virtual_clock() -> None:

@@ -2,12 +2,15 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rakvctl.core.backends.fake import VirtualClock
+from rakvctl.core.runtime import Runtime
+from rakvctl.core.types import Completion, Request
 from rakvctl.measure.arms import Arm
 from tests.program import Call, Finished
 from tests.test_bench import ScriptedArm, write_results
@@ -106,6 +109,23 @@ def test_the_controller_study_compares_every_action(bench: Call, tmp_path: Path)
     content = json.loads(finished.out)
     assert content["summary"]["num_cases"] == 3
     assert [len(row["actions"]) for row in content["samples"]] == [6, 12, 12]
+
+
+def test_an_action_that_emits_other_tokens_fails_the_controller_study(
+    bench: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Runtime.run
+
+    def lie(self: Runtime, request: Request, *args: Any) -> Completion:
+        completion = run(self, request, *args)
+        is_wrong = completion.decision.action.draft_len == 4
+        return replace(completion, token_ids=(-1, *completion.token_ids[1:])) if is_wrong else completion
+
+    monkeypatch.setattr(Runtime, "run", lie)
+    finished = bench("--study", "controller", "--limit", "3")
+    assert finished.code == 1
+    assert "outputs differ" in finished.err
+    assert results(tmp_path)["num_unequal"] >= 5
 
 
 def test_sensitivity_gives_a_crossover_for_each_k(bench: Call, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from rakvctl.core.profile import HardwareProfile
 from rakvctl.measure import plots, report, results
 from rakvctl.measure.arms import Arm, PolicyArm
 from rakvctl.measure.bench import REFERENCE, Bench, Mismatch, Sample
-from rakvctl.measure.controller import ControllerStudy, Trial, summarize
+from rakvctl.measure.controller import ControllerStudy
 from rakvctl.measure.peers import make_peers
 from rakvctl.measure.sensitivity import SensitivityRun, SensitivityStudy, crossovers, medians
 from rakvctl.measure.tasks import controller_tasks, encode, make_tasks
+from rakvctl.measure.trials import ControllerRun, num_unequal
 from rakvctl.measure.workloads import Workload
 
 Run = TypeVar("Run")
@@ -101,6 +102,10 @@ def _difference(mismatches: Sequence[Mismatch]) -> str | None:
     )
 
 
+def _unequal(count: int) -> str | None:
+    return f"{count} outputs differ from plain decoding's" if count else None
+
+
 def _arms(
     pair: ModelPair, profile: HardwareProfile, runtime_options: RuntimeOptions, options: BenchOptions
 ) -> list[Arm]:
@@ -119,22 +124,23 @@ def _arms(
 
 def controller(
     pair: ModelPair, profile: HardwareProfile, workloads: Sequence[Workload], options: BenchOptions
-) -> Study[Trial]:
+) -> Study[ControllerRun]:
     """Every action on `options.limit` requests."""
     tasks = list(controller_tasks(pair.codec, workloads, options.limit, options.seed, pair.target.max_positions))
     study = ControllerStudy(
         _endless(pair), profile, repeats=options.repeats, seed=options.seed, clock=time.perf_counter
     )
 
-    def sum_up(trials: list[Trial]) -> Finding:
-        summary = summarize(trials)
-        rows = report.controller_rows(summary)
+    def sum_up(runs: list[ControllerRun]) -> Finding:
+        rows = report.controller_rows(runs)
+        unequal = num_unequal(runs)
         return Finding(
             title="Controller",
-            record={"summary": asdict(summary), "samples": [report.trial_record(trial) for trial in trials]},
+            record=report.controller_record(runs),
             rows=rows,
             show=lambda: bench_tables.show_rows("The controller against every action", rows),
-            plot=lambda folder: plots.plot_predictions(trials, folder),
+            plot=lambda folder: plots.plot_predictions([run.trial for run in runs], folder),
+            difference=_unequal(unequal) if pair.target.info.dtype == "float32" else None,
         )
 
     return Study(study.run(tasks), len(tasks), sum_up)
@@ -157,14 +163,13 @@ def sensitivity(
         found = crossovers(points)
         rows = report.crossover_rows(found)
         unequal = sum(not run.equal for run in runs)
-        is_exact = pair.target.info.dtype == "float32"
         return Finding(
             title="Sensitivity",
             record={"summary": [asdict(row) for row in found], "samples": [asdict(run) for run in runs]},
             rows=rows,
             show=lambda: bench_tables.show_rows("The least alpha from which drafting pays", rows),
             plot=lambda folder: plots.plot_sensitivity(points, folder),
-            difference=f"{unequal} outputs differ from plain decoding's" if unequal and is_exact else None,
+            difference=_unequal(unequal) if pair.target.info.dtype == "float32" else None,
         )
 
     return Study(study.run(prompts), len(prompts) * len(study.cells), sum_up)

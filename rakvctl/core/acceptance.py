@@ -1,6 +1,6 @@
 """What served requests teach: how likely a drafted token is to be accepted (the alpha), and how long texts get."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rakvctl.core.lookup import History
@@ -137,6 +137,13 @@ def initial_experience(profile: HardwareProfile) -> Experience:
 def num_judged(num_draft_tokens: int, num_accepted_tokens: int) -> int:
     """How many drafted tokens of a round were judged: the accepted ones, and the one refused if there was one."""
     return min(num_draft_tokens, num_accepted_tokens + 1)
+
+
+def count_judged(completions: Iterable[Completion]) -> tuple[int, int]:
+    """Of all tokens that a draft model drafted: how many were accepted, and how many judged."""
+    events = [event for completion in completions for event in completion.judged_events]
+    judged = sum(num_judged(event.num_draft_tokens, event.num_accepted_tokens) for event in events)
+    return sum(event.num_accepted_tokens for event in events), judged
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from rakvctl.core.acceptance import num_judged
+from rakvctl.core.acceptance import count_judged
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import make_policy
 from rakvctl.core.profile import MeasuredAcceptance
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import Request, SamplingParams
+from rakvctl.core.types import Completion, Request, SamplingParams
 from rakvctl.measure.timing import Clock, Progress
 
 _NEW_TOKENS = 32
@@ -41,17 +41,17 @@ def measure_acceptance(
         policy=make_policy(_POLICY),
         clock=clock,
     )
-    started, accepted, judged = clock(), 0, 0
+    started = clock()
+    completions: list[Completion] = []
     for index, prompt in enumerate(prompts):
         on_progress("drafting", index / len(prompts))
         if not _fits(pair, prompt):
             continue
         request = Request(prompt, SamplingParams(max_new_tokens=_NEW_TOKENS))
-        for event in runtime.run(request).judged_events:
-            accepted += event.num_accepted_tokens
-            judged += num_judged(event.num_draft_tokens, event.num_accepted_tokens)
+        completions.append(runtime.run(request))
         if budget_s is not None and clock() - started >= budget_s:
             break
+    accepted, judged = count_judged(completions)
     return MeasuredAcceptance(alpha=accepted / judged if judged else 0.0, num_trials=judged)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import RakvError
 from rakvctl.core.types import Decision, Features
-from rakvctl.measure.controller import Trial
 from rakvctl.measure.results import ArmSummary
 from rakvctl.measure.sensitivity import SensitivityPoint
+from rakvctl.measure.trials import Trial
 
 _NUM_ALPHAS = 201
 

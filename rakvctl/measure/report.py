@@ -8,10 +8,9 @@ from typing import Any
 from rakvctl.core.errors import RakvError
 from rakvctl.core.files import replace_file, to_json
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.measure.controller import Summary as ControllerSummary
-from rakvctl.measure.controller import Trial
 from rakvctl.measure.results import ArmSummary
 from rakvctl.measure.sensitivity import Crossover
+from rakvctl.measure.trials import ControllerRun, num_runs, num_unequal, repeat_difference, summarize, summarize_auto
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -84,37 +83,65 @@ def _write(path: Path, text: str) -> None:
         raise RakvError(f"cannot write {path}: {error.strerror}", "give --output-dir a writable directory") from error
 
 
-def controller_rows(summary: ControllerSummary) -> list[dict[str, str]]:
-    """The figures of the controller study, and the paper's."""
+def controller_rows(runs: Sequence[ControllerRun]) -> list[dict[str, str]]:
+    """The figures of the controller study: as decided, as decided with the acceptance told, and the paper's."""
+    trials = [run.trial for run in runs]
+    here, told, auto = summarize(trials), summarize([run.told for run in runs]), summarize_auto(runs)
+    noise = repeat_difference(trials)
     within = "no more than 2 % slower than the best"
     return [
-        _figure("requests, runs", f"{summary.num_cases}, {summary.num_runs}", "-"),
-        _figure("prediction: MAPE", f"{summary.mape_percent:.1f} %", "32.1 %"),
-        _figure("prediction: Spearman", f"{summary.spearman:.3f}", "0.780"),
-        _figure("best k chosen", share(summary.right_k), "100 %"),
-        _figure(f"k {within}", share(summary.right_k_within), "-"),
-        _figure("best action chosen", share(summary.right_action), "83.3 %"),
-        _figure(f"action {within}", share(summary.right_action_within), "-"),
-        _figure("mean regret", f"{summary.mean_regret:.2%}", "0.32 %"),
-        _figure("speed against plain decoding, mean", f"{summary.mean_gain_over_plain:.2f}", "-"),
+        _figure("requests", str(here.num_cases), "", "-"),
+        _figure("timed runs", str(num_runs(runs)), "", "3600"),
+        _figure("outputs unlike plain decoding's", str(num_unequal(runs)), "", "0"),
+        _figure("prediction: MAPE", f"{here.mape_percent:.1f} %", f"{told.mape_percent:.1f} %", "32.1 %"),
+        _figure("prediction: Spearman", f"{here.spearman:.3f}", f"{told.spearman:.3f}", "0.780"),
+        _figure("best k chosen", share(here.right_k), share(told.right_k), "100 %"),
+        _figure(f"k {within}", share(here.right_k_within), share(told.right_k_within), "-"),
+        _figure("best action chosen", share(here.right_action), share(told.right_action), "83.3 %"),
+        _figure(f"action {within}", share(here.right_action_within), share(told.right_action_within), "-"),
+        _figure("mean regret", f"{here.mean_regret:.2%}", f"{told.mean_regret:.2%}", "0.32 %"),
+        _figure(
+            "speed against plain decoding", f"{here.mean_gain_over_plain:.2f}", f"{told.mean_gain_over_plain:.2f}", "-"
+        ),
+        _figure("auto: mean regret against the best action", f"{auto.mean_regret:+.2%}", "", "-"),
+        _figure("auto: speed against plain decoding", f"{auto.mean_gain_over_plain:.2f}", "", "-"),
+        _figure("two runs of the same differ by", "-" if noise is None else f"{noise:.1%}", "", "-"),
     ]
 
 
-def _figure(name: str, here: str, paper: str) -> dict[str, str]:
-    return {"figure": name, "here": here, "paper": paper}
+def _figure(name: str, here: str, told: str, paper: str) -> dict[str, str]:
+    return {"figure": name, "here": here, "alpha told": told, "paper": paper}
 
 
-def trial_record(trial: Trial) -> dict[str, Any]:
-    """One request of the controller study."""
+def controller_record(runs: Sequence[ControllerRun]) -> dict[str, Any]:
+    """The controller study for `results.json`."""
+    trials = [run.trial for run in runs]
+    return {
+        "summary": asdict(summarize(trials)),
+        "summary_alpha_told": asdict(summarize([run.told for run in runs])),
+        "summary_auto": asdict(summarize_auto(runs)),
+        "repeat_difference": repeat_difference(trials),
+        "num_runs": num_runs(runs),
+        "num_unequal": num_unequal(runs),
+        "samples": [_run_record(run) for run in runs],
+    }
+
+
+def _run_record(run: ControllerRun) -> dict[str, Any]:
+    trial, told = run.trial, run.told
     return {
         "prompt_tokens": len(trial.case.prompt),
         "max_new_tokens": trial.case.max_new_tokens,
         "stored_tokens": len(trial.case.stored or ()),
         "alpha": trial.decision.alpha,
+        "alpha_told": told.decision.alpha,
         "chosen": asdict(trial.decision.action),
+        "chosen_alpha_told": asdict(told.decision.action),
+        "auto_ms": list(run.auto_ms),
+        "num_unequal": run.num_unequal,
         "actions": [
-            {**asdict(action), "actual_ms": ms, "predicted_ms": trial.predicted_ms[action]}
-            for action, ms in trial.actual_ms.items()
+            {**asdict(action), "samples_ms": list(samples), "predicted_ms": trial.predicted_ms[action]}
+            for action, samples in trial.samples_ms.items()
         ],
     }
 
