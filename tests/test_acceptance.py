@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from rakvctl.core.backends.fake import FakeBackend, FakeCosts, VirtualClock
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import Policy, make_policy
-from rakvctl.core.profile import HardwareProfile, MeasuredAcceptance
+from rakvctl.core.profile import HardwareProfile, LookupBin, MeasuredAcceptance
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
@@ -266,6 +266,22 @@ def test_a_draft_that_never_agrees_costs_next_to_nothing(draft_pass_ms: float, p
     assert chosen_ms <= 1.015 * plain_ms
 
 
+@pytest.mark.parametrize(("draft_pass_ms", "prior_alpha"), [(0.1, 0.5), (1.0, 0.0), (3.0, 0.1)])
+def test_nonsense_from_draft_and_lookup_costs_auto_next_to_nothing(draft_pass_ms: float, prior_alpha: float) -> None:
+    """The toy's texts have no structure: what follows a match is right by chance only."""
+    serving = Serving(agrees=False, draft_pass_ms=draft_pass_ms)
+    requests = some_requests(300)
+    plain = serving.runtime(make_policy("kv"))
+    auto = serving.runtime(make_policy("auto", serving.profile), Experience(prior_alpha))
+    started_ms = serving.clock.now_ms
+    expected = [plain.run(request).token_ids for request in requests]
+    plain_ms = serving.clock.now_ms - started_ms
+    assert [auto.run(request).token_ids for request in requests] == expected
+    auto_ms = serving.clock.now_ms - started_ms - plain_ms
+    print(f"draft pass {draft_pass_ms} ms, prior {prior_alpha}: {auto_ms / plain_ms - 1:+.3%}")
+    assert auto_ms <= 1.02 * plain_ms
+
+
 def test_the_savings_for_probes_are_never_overdrawn() -> None:
     serving = Serving(agrees=False)
     acceptance = Experience(0.1)
@@ -380,11 +396,37 @@ def test_measuring_stops_with_the_budget_but_not_before_one_prompt() -> None:
     assert 2.0 <= serving.clock() - started < 3.0
 
 
-def test_without_a_draft_nothing_is_measured() -> None:
+def test_without_a_draft_only_what_is_looked_up_is_measured() -> None:
     serving = Serving(agrees=True)
     pair = ModelPair(serving.pair.codec, serving.pair.target, "toy")
     found = measure_acceptance(pair, [PROMPT], None, serving.clock, lambda *_: None)
-    assert found == MeasuredAcceptance(alpha=0.0, num_trials=0)
+    assert (found.alpha, found.num_trials) == (0.0, 0)
+    assert found.lookup is not None
+
+
+def test_looked_up_tokens_are_judged_by_what_came_in_earlier_answers_too() -> None:
+    """The second time, the answer is looked up and stands, but where the prompt, which repeats itself, says otherwise."""
+    serving = Serving(agrees=True)
+    (once,), (twice,) = ([measured(serving, [PROMPT] * count).lookup] for count in (1, 2))
+    assert twice is not None
+    long_matches = [found for found in twice if found.matched_tokens >= 20]
+    assert [found.matched_tokens for found in long_matches] == [20]
+    assert long_matches[0].alpha > 0.9
+    assert long_matches[0].num_trials >= 31
+    assert sum(found.num_trials for found in twice) > sum(found.num_trials for found in once or ())
+
+
+def test_what_was_measured_of_looking_up_is_where_learning_begins() -> None:
+    profile = toy_profile()
+    assert profile.acceptance.lookup is None, "nobody gave prompts"
+    poor = LookupBin(matched_tokens=4, alpha=0.0, num_trials=10_000)
+    measured_profile = replace(profile, acceptance=replace(profile.acceptance, lookup=(poor,)))
+    before, after = initial_experience(profile).lookups, initial_experience(measured_profile).lookups
+    assert after.alpha(4) < 0.01 < before.alpha(4)
+    assert after.alpha(10) == before.alpha(10)
+    for _ in range(60):
+        after.observe(5, stands=True)
+    assert after.alpha(4) > 0.5, "what is measured may be of other prompts, and is left behind"
 
 
 def test_a_prompt_too_long_for_the_models_does_not_end_the_measuring() -> None:

@@ -44,13 +44,13 @@ def results(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_all_arms_serve_all_prompts_and_agree(bench: Call, tmp_path: Path) -> None:
-    peers = "hf-generate,hf-prompt-lookup,hf-assisted"
-    finished = bench("--peers", peers, "--policies", "kv,spec-2,rakv", "--repeats", "2", "--plot")
+    peers = "hf-generate,hf-prompt-lookup,hf-prompt-lookup-3,hf-assisted"
+    finished = bench("--peers", peers, "--policies", "kv,spec-2,lookup-3,rakv", "--repeats", "2", "--plot")
     assert (finished.code, finished.err) == (0, "")
     assert "No outputs differ" in finished.out
     content = results(tmp_path)
-    assert content["arms"] == ["ar", "kv", "spec-2", "rakv", *peers.split(",")]
-    assert len(content["samples"]) == 2 * 3 * 2 * 7
+    assert content["arms"] == ["ar", "kv", "spec-2", "lookup-3", "rakv", *peers.split(",")]
+    assert len(content["samples"]) == 2 * 3 * 2 * 9
     sample = content["samples"][0]
     names = "workload prompt_id arm repeat prompt_tokens completion_tokens total_ms ttft_ms equal"
     assert set(sample) >= set(names.split())

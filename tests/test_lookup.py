@@ -1,5 +1,6 @@
 """Looking tokens up: the longest earlier match is found, memory is bounded, and nothing is proposed across texts."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rakvctl.core.acceptance import LookupAcceptance
-from rakvctl.core.lookup import History, LookupDrafter, NgramIndex
+from rakvctl.core.lookup import HISTORY_BYTES_PER_TOKEN, History, LookupDrafter, NgramIndex
 from rakvctl.core.types import Proposal
 from rakvctl.core.verify import GreedyVerifier
 
@@ -115,6 +116,31 @@ def test_the_history_holds_no_more_than_it_may() -> None:
     last = list(range(2990, 2995))
     assert propose(started(last, history), last).token_ids[0] == 2995
     assert propose(started([5, 6, 7, 8], history), [5, 6, 7, 8]).token_ids == ()
+    history.add(range(10_000, 15_000))
+    assert sum(len(index.tokens) for index in (history._old, history._new)) <= 1000
+    end = list(range(14_900, 14_910))
+    assert propose(started(end, history), end).token_ids[0] == 14_910, "of a long text the end is kept"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_a_history_without_room_holds_nothing(max_tokens: int) -> None:
+    history = History(max_tokens)
+    history.add(range(100))
+    history.add(range(100))
+    assert history.longest_match(list(range(50))) is None
+
+
+def test_the_history_takes_no_more_memory_than_is_counted_for_it() -> None:
+    """Of tokens that never repeat, as every one of them brings a new entry."""
+    num_tokens = 40_000
+    texts = [[(7919 * index + shift) % 49_152 for index in range(1000)] for shift in range(num_tokens // 1000)]
+    tracemalloc.start()
+    history = History(num_tokens)
+    for text in texts:
+        history.add(text)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= num_tokens * HISTORY_BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize("matched", [1, 2, 3, 4, 5, 9, 31])

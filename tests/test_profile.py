@@ -139,6 +139,8 @@ def _any(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
         return _shares[name]
     if isinstance(kind, types.UnionType):
         return st.none() | _any(typing.get_args(kind)[0])
+    if typing.get_origin(kind) is tuple:
+        return st.lists(_any(typing.get_args(kind)[0]), min_size=1, max_size=3).map(tuple)
     if kind is Curve:
         return _curves()
     if dataclasses.is_dataclass(kind):

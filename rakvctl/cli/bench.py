@@ -85,9 +85,10 @@ def bench(
     hits: Annotated[
         str,
         typer.Option(
-            metavar="cold,shared,exact",
+            metavar="LIST",
             rich_help_panel=_WORK,
-            help="What is stored before a prompt comes: nothing, three quarters of it, all of it.",
+            help="What was there before a prompt comes: cold: nothing; shared: the states of three quarters of it; "
+            "exact: of all of it; repeat: the very same request.",
         ),
     ] = "cold,shared,exact",
     seed: Annotated[
@@ -102,14 +103,19 @@ def bench(
         ),
     ] = Study.BASELINES,
     policies: Annotated[
-        str, typer.Option(metavar="LIST", rich_help_panel=_WORK, help="Our policies; ar is always among them.")
+        str,
+        typer.Option(
+            metavar="LIST",
+            rich_help_panel=_WORK,
+            help="Our policies, and lookup-K: spec-K that looks tokens up; ar is always among them.",
+        ),
     ] = "ar,kv,spec-4,joint-4,rakv,auto",
     peers: Annotated[
         str,
         typer.Option(
             metavar="LIST",
             rich_help_panel=_WORK,
-            help="hf-generate, hf-prompt-lookup, hf-assisted: transformers itself; none: no peers.",
+            help="hf-generate, hf-prompt-lookup[-K], hf-assisted: transformers itself; none: no peers.",
         ),
     ] = "hf-generate",
     output_dir: Annotated[

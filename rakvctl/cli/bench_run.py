@@ -10,7 +10,7 @@ from rakvctl.cli.bench import BenchOptions
 from rakvctl.cli.bench import Study as StudyName
 from rakvctl.cli.bench_studies import Finding, Study
 from rakvctl.core.errors import RakvError, UsageError
-from rakvctl.core.loading import RuntimeOptions, load_pair
+from rakvctl.core.loading import RuntimeOptions, load_pair, with_near_tie
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.measure import report
 from rakvctl.measure.ready import fitting_profile
@@ -31,6 +31,7 @@ def run_bench(workloads: Sequence[Workload], runtime_options: RuntimeOptions, op
     pair = load_pair(runtime_options, render.print_note)
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, runtime_options, render.print_note, on_progress)
+    pair = with_near_tie(pair, runtime_options.policy, profile)
     try:
         options.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -113,7 +113,7 @@ def _arms(
     draft_name = pair.draft_name or None
     target = find_model(runtime_options.target, "target", render.print_note)
     draft = find_model(draft_name, "draft", render.print_note) if draft_name else None
-    drafting = [name for name in names if name.startswith(("spec", "joint"))]
+    drafting = [name for name in names if name.startswith(("spec-", "joint-"))]
     if drafting and draft is None:
         render.print_note(f"no draft model: {', '.join(drafting)} are left out")
         names = [name for name in names if name not in drafting]

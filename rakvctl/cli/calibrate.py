@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rakvctl.cli import inputs, outputs, progress, render
-from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
+from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, Exact, InputFormat, Profile, Target, Threads
 from rakvctl.cli.page import counted
 from rakvctl.cli.sources import is_typed
 from rakvctl.core.errors import ProfileError, UsageError
@@ -35,6 +35,7 @@ def calibrate(
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
     profile: Profile = "auto",
+    exact: Exact = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +93,9 @@ def calibrate(
     if not check:
         contents = _contents(prompts, out) if prompts is not None else []
         refuse_unwritable(out or profile_directory() / "profile.yaml")
-    choice = Choice(target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile)
+    choice = Choice(
+        target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile, exact=exact
+    )
     pair = _load(choice)
     if check:
         with mending(choice):

@@ -11,7 +11,7 @@ import typer
 from rakvctl.cli import cost_table, inputs, progress, render
 from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
 from rakvctl.cli.sources import is_default
-from rakvctl.core.acceptance import LookupAcceptance
+from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
 from rakvctl.core.policies import RakvPolicy
@@ -146,7 +146,7 @@ def _plan(argument: str | None, choice: Choice, sampling: SamplingParams) -> tup
 def _show(costs: CostModel, features: Features, plot: Path | None, as_json: bool) -> None:
     decision = RakvPolicy(costs).decide(features)
     context = features.num_prompt_tokens + features.num_new_tokens // 2
-    choices = round_choices(costs.profile, LookupAcceptance(), context)
+    choices = round_choices(costs.profile, initial_experience(costs.profile).lookups, context)
     if plot is not None:
         from rakvctl.measure.plots import plot_costs
 

@@ -13,6 +13,7 @@ from rakvctl.cli.options import (
     DrafterChoice,
     Dtype,
     DtypeOption,
+    Exact,
     InputFormat,
     OutputFormat,
     Profile,
@@ -37,6 +38,7 @@ def generate(
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
     profile: Profile = "auto",
+    exact: Exact = False,
     file: Annotated[
         list[str] | None,
         typer.Option(
@@ -195,6 +197,7 @@ def generate(
             policy=policy,
             drafter=drafter.value,
             profile=profile,
+            exact=exact,
             kv_budget_bytes=budget_bytes,
         ),
         GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),

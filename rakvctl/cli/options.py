@@ -155,4 +155,13 @@ Profile = Annotated[
         help="Measured costs of this machine; auto is your own profile for it, measured if there is none.",
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        rich_help_panel=_MODELS,
+        help="Compute in a way that is measured to give the same bits in every pass, or fail. In float32 on x86 CPUs "
+        "that is so in any case; without it, near ties in half precision are decided by plain steps.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]

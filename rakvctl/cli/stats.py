@@ -22,6 +22,7 @@ class Totals:
         self._num_rounds = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
+        self._num_rescored_tokens = 0
         self._ttft_ms: list[float] = []
         self._tpot_ms: list[float] = []
         self._actions: dict[str, int] = {}
@@ -37,6 +38,7 @@ class Totals:
         self._num_rounds += completion.num_rounds
         self._num_draft_tokens += completion.num_draft_tokens
         self._num_accepted_tokens += completion.num_accepted_tokens
+        self._num_rescored_tokens += completion.num_rescored_tokens
         self._ttft_ms.append(completion.ttft_ms)
         if completion.tpot_ms is not None:
             self._tpot_ms.append(completion.tpot_ms)
@@ -78,4 +80,6 @@ class Totals:
             )
             counts = ", ".join(f"{draft_len} ({count})" for draft_len, count in sorted(self._rounds.items()))
             rows.append(("rounds by drafted tokens", counts))
+        if self._num_rescored_tokens:
+            rows.append(("near ties", f"{self._num_rescored_tokens} tokens chosen by a step of their own"))
         return rows

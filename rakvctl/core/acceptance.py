@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rakvctl.core.lookup import History
-from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.lookup import HISTORY_BYTES_PER_TOKEN, History
+from rakvctl.core.profile import HardwareProfile, LookupBin
 from rakvctl.core.types import Completion
 
 # Half of what is known is forgotten after this many judged tokens, so that a change of topic is followed.
@@ -13,7 +13,7 @@ _HALF_LIFE_TRIALS = 256.0
 _PRIOR_ALPHA, _PRIOR_TRIALS = 0.5, 32.0
 # What a request still counts for its length after the next one.
 _KEPT_LENGTH = 0.9
-# Of earlier texts, so many tokens are kept to look up in: some 30 MiB.
+# Of earlier texts, so many tokens are kept to look up in.
 _HISTORY_TOKENS = 100_000
 # Probing takes at most this share of the time of the requests that draft nothing.
 _PROBE_SHARE = 0.01
@@ -57,10 +57,16 @@ _LOOKUP_PRIOR_TRIALS = 8.0
 class LookupAcceptance:
     """How often looked-up tokens stand, by the number of tokens before them that matched."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Sequence[LookupBin] = ()) -> None:
+        """Begin with what was measured beside what is assumed of anything."""
         self._trackers = {
             least: AcceptanceTracker.from_prior(alpha, _LOOKUP_PRIOR_TRIALS) for least, alpha in _LOOKUP_PRIORS.items()
         }
+        for found in measured:
+            least = lookup_bin(found.matched_tokens)
+            assumed, trials = self._trackers[least], _LOOKUP_PRIOR_TRIALS + found.num_trials
+            alpha = (assumed.num_accepted + found.num_trials * found.alpha) / trials
+            self._trackers[least] = AcceptanceTracker.from_prior(alpha, min(trials, _PRIOR_TRIALS))
 
     @property
     def bins(self) -> tuple[int, ...]:
@@ -69,15 +75,16 @@ class LookupAcceptance:
 
     def alpha(self, num_matched_tokens: int) -> float:
         """The probability in force that the token after such a match stands."""
-        return self._trackers[_bin(num_matched_tokens)].alpha
+        return self._trackers[lookup_bin(num_matched_tokens)].alpha
 
     def observe(self, num_matched_tokens: int, *, stands: bool) -> None:
         """Learn from one token."""
-        least = _bin(num_matched_tokens)
+        least = lookup_bin(num_matched_tokens)
         self._trackers[least] = self._trackers[least].observe(1, int(stands))
 
 
-def _bin(num_matched_tokens: int) -> int:
+def lookup_bin(num_matched_tokens: int) -> int:
+    """The bin of a match of at least one token, by its least number of tokens."""
     return max(least for least in _LOOKUP_PRIORS if least <= num_matched_tokens)
 
 
@@ -89,8 +96,15 @@ class Experience:
     share be exceeded.
     """
 
-    def __init__(self, prior_alpha: float = _PRIOR_ALPHA) -> None:
-        self.lookups = LookupAcceptance()
+    def __init__(
+        self,
+        prior_alpha: float = _PRIOR_ALPHA,
+        lookups: LookupAcceptance | None = None,
+        history_tokens: int = _HISTORY_TOKENS,
+    ) -> None:
+        """`history_tokens`: how many tokens of earlier texts are kept to look up in."""
+        self.lookups = lookups or LookupAcceptance()
+        self._history_tokens = history_tokens
         self.forget_texts()
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
         # Emitted tokens and limits of past requests, older ones counting less; at first, limits are reached.
@@ -109,7 +123,7 @@ class Experience:
 
     def forget_texts(self) -> None:
         """Look nothing up in earlier texts any more; what was learned from them stays."""
-        self.history = History(_HISTORY_TOKENS)
+        self.history = History(self._history_tokens)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """Keep a prompt with its completion, to look tokens up in."""
@@ -118,7 +132,7 @@ class Experience:
     def observe(self, completion: Completion, max_new_tokens: int) -> None:
         """Learn from one request that has been served, and had this limit."""
         for event in completion.judged_events:
-            self._tracker = self._tracker.observe(event.num_draft_tokens, event.num_accepted_tokens)
+            self._tracker = self._tracker.observe(event.num_judged_tokens, event.num_accepted_tokens)
         self._num_emitted = _KEPT_LENGTH * self._num_emitted + len(completion.token_ids)
         self._num_allowed = _KEPT_LENGTH * self._num_allowed + max_new_tokens
         decision = completion.decision
@@ -128,10 +142,12 @@ class Experience:
             self.probe_ms += _PROBE_SHARE * completion.total_ms
 
 
-def initial_experience(profile: HardwareProfile) -> Experience:
-    """Begin with what was measured of the drafter, if it was."""
+def initial_experience(profile: HardwareProfile, history_bytes: int | None = None) -> Experience:
+    """Begin with what was measured of draft model and lookup, if it was, and keep texts in `history_bytes` at most."""
     measured = profile.acceptance
-    return Experience(measured.alpha) if measured.num_trials else Experience()
+    tokens = _HISTORY_TOKENS if history_bytes is None else history_bytes // HISTORY_BYTES_PER_TOKEN
+    alpha = measured.alpha if measured.num_trials else _PRIOR_ALPHA
+    return Experience(alpha, LookupAcceptance(measured.lookup or ()), min(tokens, _HISTORY_TOKENS))
 
 
 def num_judged(num_draft_tokens: int, num_accepted_tokens: int) -> int:
@@ -142,8 +158,7 @@ def num_judged(num_draft_tokens: int, num_accepted_tokens: int) -> int:
 def count_judged(completions: Iterable[Completion]) -> tuple[int, int]:
     """Of all tokens that a draft model drafted: how many were accepted, and how many judged."""
     events = [event for completion in completions for event in completion.judged_events]
-    judged = sum(num_judged(event.num_draft_tokens, event.num_accepted_tokens) for event in events)
-    return sum(event.num_accepted_tokens for event in events), judged
+    return sum(event.num_accepted_tokens for event in events), sum(event.num_judged_tokens for event in events)
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:

@@ -46,6 +46,11 @@ class StoredLogits:
         """The best token; of equal scores the lowest id."""
         return [int(self.scores.argmax())]
 
+    def margins(self) -> list[float]:
+        """The best score less the second best."""
+        second, best = np.partition(self.scores, -2)[-2:]
+        return [float(best - second)]
+
     def numpy(self) -> np.ndarray:
         """The scores, [1, vocab_size]."""
         return self.scores[None]
@@ -71,24 +76,29 @@ def decode(
     """Emit tokens after a prefilled prompt until the sequence is finished.
 
     Before and after every round the cache holds all tokens but the last one emitted, and what was drafted in vain is
-    rolled back, also when the caller stops early or a pass fails.
+    rolled back, also when the caller stops early or a pass fails. A token that the verifier leaves undecided is chosen
+    by the next round, which then drafts nothing.
     """
     committed = len(sequence.token_ids)
+    drafts = True
     try:
         first, _ = verifier.choose(first_logits)
         yield StepEvent(sequence.emit([first]), num_draft_tokens=0, num_accepted_tokens=0)
         while not sequence.finished:
             length = len(sequence.token_ids)
-            proposal = _propose(sequence, speculator, engine, verifier)
+            proposal = _propose(sequence, speculator, engine, verifier) if drafts else Proposal(())
             logits = engine.verify((sequence.token_ids[-1], *proposal.token_ids))
             num_accepted, following = verifier.accept(proposal, logits)
-            emitted = sequence.emit([*proposal.token_ids[:num_accepted], following])
+            drafts = following is not None
+            own = [] if following is None else [following]
+            emitted = sequence.emit([*proposal.token_ids[:num_accepted], *own])
             num_accepted = min(num_accepted, len(emitted))
-            committed = length + num_accepted
+            committed = length + num_accepted - (not drafts)
             _rollback(engine, speculator, committed)
             if speculator is not None:
                 speculator.observe(emitted)
-            yield StepEvent(emitted, len(proposal.token_ids), num_accepted, proposal.num_matched_tokens > 0)
+            is_looked_up = proposal.num_matched_tokens > 0
+            yield StepEvent(emitted, len(proposal.token_ids), num_accepted, is_looked_up, is_undecided=not drafts)
     finally:
         _rollback(engine, speculator, committed)
 

@@ -1,7 +1,7 @@
 """From options to loaded models and a `Runtime`: find the models, load what the policy needs, check that they fit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import AutoTokenizer
 
@@ -9,6 +9,7 @@ from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.backends import torch_load
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, UsageError
+from rakvctl.core.exactness import logit_difference
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
 from rakvctl.core.pair import ModelPair
@@ -19,10 +20,16 @@ from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
 
+# Of the budget for what is kept, this part goes to earlier texts where they are looked up in.
+_HISTORY_PART = 16
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name."""
+    """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name.
+
+    `exact`: only a target whose logits are the same bits in whatever pass.
+    """
 
     target: str = "tiny"
     draft: str | None = None
@@ -32,6 +39,7 @@ class RuntimeOptions:
     policy: str = "auto"
     drafter: str = "auto"
     profile: str = "auto"
+    exact: bool = False
     kv_budget_bytes: int = 512 * 2**20
 
 
@@ -52,7 +60,7 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
             f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
             "take a draft with the target's tokenizer, or --draft none",
         )
-    target = Engine(torch_load.load_backend(target_files, options.device, options.dtype, codec.vocab_size))
+    target = _load_target(target_files, options, codec.vocab_size)
     if not target.can_rollback:
         notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
     draft = None
@@ -63,17 +71,35 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
 
 def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProfile | None) -> Runtime:
     """Put store and policy around loaded models; only a policy that reckons with costs needs a profile."""
+    pair = with_near_tie(pair, options.policy, profile)
     # Without anything to look up, nothing is left to be decided round by round.
     is_per_request = options.policy == "auto" and options.drafter in ("none", "model")
-    looks_up = options.drafter == "lookup" and not policy_needs(options.policy).profile
+    needs = policy_needs(options.policy)
+    looks_up = options.drafter == "lookup" and not needs.profile
+    history_bytes = options.kv_budget_bytes // _HISTORY_PART if needs.history else 0
     return Runtime(
         codec=pair.codec,
         target=pair.target,
         drafter=LookupDrafter(History(0)) if looks_up else pair.drafter(),
-        store=PrefixStore(MemoryTier(options.kv_budget_bytes)),
+        store=PrefixStore(MemoryTier(options.kv_budget_bytes - history_bytes)),
         policy=make_policy("rakv" if is_per_request else options.policy, profile),
-        experience=initial_experience(profile) if profile else None,
+        experience=initial_experience(profile, history_bytes) if profile else None,
+        near_tie=pair.near_tie,
     )
+
+
+def with_near_tie(pair: ModelPair, policy: str, profile: HardwareProfile | None) -> ModelPair:
+    """The pair that knows how close two tokens must be for the width of a pass to decide between them.
+
+    Each of the two may be off by as much as logits differ from pass to pass: as the profile has it, and without one it
+    is measured now where the policy drafts and it matters, in half precision. In float32 it is a matter of the fifth
+    digit, if of any.
+    """
+    if profile is not None and profile.logit_difference is not None:
+        return replace(pair, near_tie=2 * profile.logit_difference)
+    drafts = policy_needs(policy).drafter != "unused"
+    matters = drafts and pair.target.can_rollback and pair.target.info.dtype != "float32"
+    return replace(pair, near_tie=2 * logit_difference(pair.target)) if matters else pair
 
 
 def load_codec(files: ModelFiles) -> TextCodec:
@@ -102,6 +128,27 @@ def _draft_name(options: RuntimeOptions) -> str | None:
         hint = "leave --drafter none out" if options.drafter == "none" else "name a draft model with --draft"
         raise UsageError(f"policy {options.policy} needs a drafter", f"{hint}, or look tokens up with --drafter lookup")
     return None if use == "unused" else name
+
+
+def _load_target(files: ModelFiles, options: RuntimeOptions, vocab_size: int) -> Engine:
+    """The target; where it must be exact, with the first kind of attention that is measured to be so.
+
+    Raises ModelError where none is.
+    """
+    differences = []
+    for attention in ("auto", "eager") if options.exact else ("auto",):
+        backend = torch_load.load_backend(files, options.device, options.dtype, vocab_size, attention)
+        engine = Engine(backend)
+        if not options.exact or not engine.can_rollback:
+            return engine
+        differences.append(logit_difference(engine))
+        if differences[-1] == 0.0:
+            return engine
+    raise ModelError(
+        f"in {engine.info.dtype} on {engine.info.device} the logits of {files.name} differ from pass to pass, "
+        f"by up to {min(differences):.2g}",
+        "leave --exact out: near ties are then decided by plain steps; or try --dtype float32",
+    )
 
 
 def _load_draft(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Engine | None:

@@ -18,6 +18,8 @@ _MOST_CANDIDATES = 8
 _MOST_COMPARED = 32
 # Stands between two texts in the history, and continues nothing.
 _BREAK = -1
+# What one token of the history takes with its n-gram, at most.
+HISTORY_BYTES_PER_TOKEN = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,12 @@ class History:
         self._new = NgramIndex(_HISTORY_SIZES)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Remember a prompt with its completion; half of the older ones are forgotten when there are too many."""
-        if len(self._new.tokens) + len(token_ids) > self._max_tokens // 2:
+        """Remember the end of a prompt with its completion; half of the older ones are forgotten when it gets full."""
+        most = self._max_tokens // 2 - 1
+        kept = token_ids[max(0, len(token_ids) - most) :] if most > 0 else ()
+        if len(self._new.tokens) + len(kept) > most:
             self._old, self._new = self._new, NgramIndex(_HISTORY_SIZES)
-        self._new.extend((*token_ids, _BREAK))
+        self._new.extend((*kept, _BREAK))
 
     def longest_match(self, text: Sequence[int]) -> Match | None:
         """The longest match in any of them, the later one if two are equally long."""

@@ -11,13 +11,17 @@ from rakvctl.core.text import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A target, its tokenizer, and a draft model if there is one. The names are the user's."""
+    """A target, its tokenizer, and a draft model if there is one. The names are the user's.
+
+    `near_tie`: how close two tokens of the target must be for only a pass over one token to choose between them.
+    """
 
     codec: TextCodec
     target: Engine
     target_name: str
     draft: Engine | None = None
     draft_name: str = ""
+    near_tie: float = 0.0
 
     def drafter(self) -> Drafter | None:
         """The draft model as a drafter, with nothing drafted yet."""

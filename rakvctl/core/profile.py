@@ -119,11 +119,24 @@ class DraftCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookupBin:
+    """How often a looked-up token stood, after a match of `matched_tokens` tokens or more, up to the next bin."""
+
+    matched_tokens: int
+    alpha: float
+    num_trials: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredAcceptance:
-    """How often a drafted token was accepted when measured: `alpha`, out of `num_trials` tokens judged."""
+    """How often a drafted token was accepted when measured: `alpha`, out of `num_trials` tokens judged.
+
+    `lookup`: the same of looked-up tokens; None where nobody gave prompts to measure it on.
+    """
 
     alpha: float
     num_trials: int
+    lookup: tuple[LookupBin, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +154,7 @@ class HardwareProfile:
 
     `verify`: one round of the loop without the drafting; sizes are the positions of the target's pass, drafted tokens
     plus one. `emit_ms`: turning one emitted token into text. `memory_bytes_per_ms`: how fast memory is read.
+    `logit_difference`: how far logits depend on the pass that computes them, 0 if not at all, None if not measured.
     """
 
     schema_version: int
@@ -153,3 +167,4 @@ class HardwareProfile:
     memory_bytes_per_ms: float
     acceptance: MeasuredAcceptance
     fit: Fit
+    logit_difference: float | None = None

@@ -49,15 +49,20 @@ class Runtime:
         store: PrefixStore,
         policy: Policy,
         experience: Experience | None = None,
+        near_tie: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`experience`: what earlier requests have taught; `clock` gives seconds."""
+        """`experience`: what earlier requests have taught; `clock` gives seconds.
+
+        `near_tie`: where the two best logits lie no further apart, only a pass over one token chooses.
+        """
         self._codec = codec
         self._target = target
         self._drafter = drafter
         self._store = store
         self._policy = policy
         self._experience = experience or Experience()
+        self._near_tie = near_tie
         self._clock = clock
 
     @property
@@ -134,7 +139,7 @@ class Runtime:
 
         events: list[StepEvent] = []
         ttft_ms = 0.0
-        verifier = make_verifier(request.sampling)
+        verifier = make_verifier(request.sampling, self._near_tie)
         for event in decode(sequence, speculator, logits, self._target, verifier):
             if not events:
                 ttft_ms = (self._clock() - started) * 1e3

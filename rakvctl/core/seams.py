@@ -35,6 +35,10 @@ class Logits(Protocol):
         """The best token of each position; of equal scores the lowest id."""
         ...
 
+    def margins(self) -> list[float]:
+        """How far the best score of each position is above the second best."""
+        ...
+
     def numpy(self) -> "np.ndarray":
         """The scores as float32, [num_positions, vocab_size]."""
         ...

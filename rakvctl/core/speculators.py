@@ -125,6 +125,8 @@ class AdaptiveSpeculator:
         num_right = _num_equal(self._looked_up.token_ids, emitted)
         for index in range(min(num_right + 1, len(self._looked_up.token_ids), len(emitted))):
             self._seen.observe(matched + index, stands=index < num_right)
+        # Where a round does not ask for tokens, there is nothing to compare.
+        self._looked_up = self._modelled = _NOTHING
 
     def rollback(self, length: int) -> None:
         """The draft model's states."""

@@ -167,12 +167,21 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Tokens emitted by one round of the loop (or by the prefill: one token, nothing drafted)."""
+    """Tokens emitted by one round of the loop (or by the prefill: one token, nothing drafted).
+
+    `is_undecided`: after the accepted tokens two were too close to choose from, and none of the round's own follows.
+    """
 
     token_ids: tuple[int, ...]
     num_draft_tokens: int
     num_accepted_tokens: int
     was_looked_up: bool = False
+    is_undecided: bool = False
+
+    @property
+    def num_judged_tokens(self) -> int:
+        """Drafted tokens that were judged: the accepted ones, and the one refused if there was one."""
+        return min(self.num_draft_tokens, self.num_accepted_tokens + (not self.is_undecided))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +224,11 @@ class Completion:
     def num_accepted_tokens(self) -> int:
         """Proposed tokens that were emitted."""
         return sum(event.num_accepted_tokens for event in self.events)
+
+    @property
+    def num_rescored_tokens(self) -> int:
+        """Tokens chosen by a pass of their own, as the two best were too close in the pass that came by them."""
+        return sum(event.is_undecided for event in self.events)
 
     @property
     def rounds_by_draft_len(self) -> dict[int, int]:

@@ -15,27 +15,40 @@ class Verifier(Protocol):
         """Choose the token after the last position; with it the distribution it was drawn from, or None if greedy."""
         ...
 
-    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
+    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int | None]:
         """Judge a proposal of k tokens by the target's logits of k + 1 positions.
 
-        Returns how many of its first tokens stand, and the token that follows them.
+        Returns how many of its first tokens stand, and the token that follows them, or None where these logits are not
+        to decide about it. Without a proposal they always are.
         """
         ...
 
 
 class GreedyVerifier:
-    """The target's best token, always: a drafted token stands if it is that one."""
+    """The target's best token, always: a drafted token stands if it is that one.
+
+    `near_tie`: how far the width of a pass may move two logits towards each other. Where the two best lie no further
+    apart, a pass over several tokens is not to choose: plain decoding might choose the other one.
+    """
+
+    def __init__(self, near_tie: float = 0.0) -> None:
+        self._near_tie = near_tie
 
     def choose(self, logits: Logits) -> tuple[int, None]:
         """The argmax of the last position."""
         return logits.argmax()[-1], None
 
-    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
-        """Accept up to the first disagreement; the target's own token follows."""
+    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int | None]:
+        """Accept up to the first disagreement, the target's own token follows; or up to the first near tie."""
         best = logits.argmax()
         accepted = 0
         while accepted < len(proposal.token_ids) and proposal.token_ids[accepted] == best[accepted]:
             accepted += 1
+        if self._near_tie > 0.0 and proposal.token_ids:
+            margins = logits.margins()[: accepted + 1]
+            tie = next((index for index, margin in enumerate(margins) if margin <= self._near_tie), None)
+            if tie is not None:
+                return tie, None
         return accepted, best[accepted]
 
 
@@ -73,9 +86,9 @@ class SamplingVerifier:
         return min(index, int(np.flatnonzero(probs)[-1]))
 
 
-def make_verifier(params: SamplingParams) -> Verifier:
-    """Greedy at temperature 0, else sampling."""
-    return GreedyVerifier() if params.temperature == 0 else SamplingVerifier(params)
+def make_verifier(params: SamplingParams, near_tie: float = 0.0) -> Verifier:
+    """Greedy at temperature 0, else sampling; `near_tie` as `GreedyVerifier` has it."""
+    return GreedyVerifier(near_tie) if params.temperature == 0 else SamplingVerifier(params)
 
 
 def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:

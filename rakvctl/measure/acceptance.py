@@ -1,38 +1,30 @@
-"""How often the target accepts what the draft model proposes, on given prompts (token ids)."""
+"""How often the target accepts what the draft model proposes, and what is looked up, on given prompts (token ids)."""
 
 from collections.abc import Sequence
 
-from rakvctl.core.acceptance import count_judged
+from rakvctl.core.acceptance import Experience, count_judged, lookup_bin
+from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import make_policy
-from rakvctl.core.profile import MeasuredAcceptance
+from rakvctl.core.profile import LookupBin, MeasuredAcceptance
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Completion, Request, SamplingParams
+from rakvctl.core.verify import GreedyVerifier
 from rakvctl.measure.timing import Clock, Progress
 
 _NEW_TOKENS = 32
 _POLICY = "spec-4"
-# Enough to begin with where the user gives no prompts: prose, code, a question, a list.
-DEFAULT_PROMPTS = (
-    "The lighthouse keeper climbed the stairs every evening, and every evening he",
-    'def read_table(path, separator=","):\n    """Return the rows of a text file as lists of strings."""\n',
-    "Explain in two sentences why the sky is blue.",
-    "import os\nimport sys\n\n\nclass Logger:\n    def __init__(self, name, level=0):\n        self.name = name\n",
-    "Shopping list:\n- apples\n- bread\n- cheese\n-",
-)
 
 
 def measure_acceptance(
     pair: ModelPair, prompts: Sequence[tuple[int, ...]], budget_s: float | None, clock: Clock, on_progress: Progress
 ) -> MeasuredAcceptance:
-    """Draft through the prompts, at least one and until the budget is spent (None: all of them).
+    """Complete the prompts, at least one and until the budget is spent (None: all), and see what was drafted right.
 
-    Without a draft model nothing is judged: 0 of 0.
+    Without a draft model nothing is judged of one: 0 of 0. What would have been looked up is judged in any case.
     """
-    if pair.draft is None:
-        return MeasuredAcceptance(alpha=0.0, num_trials=0)
     runtime = Runtime(
         codec=pair.codec,
         target=pair.target,
@@ -42,20 +34,48 @@ def measure_acceptance(
         clock=clock,
     )
     started = clock()
+    fitting: list[tuple[int, ...]] = []
     completions: list[Completion] = []
     for index, prompt in enumerate(prompts):
         on_progress("drafting", index / len(prompts))
         if not _fits(pair, prompt):
             continue
-        request = Request(prompt, SamplingParams(max_new_tokens=_NEW_TOKENS))
-        completions.append(runtime.run(request))
+        fitting.append(prompt)
+        completions.append(runtime.run(Request(prompt, SamplingParams(max_new_tokens=_NEW_TOKENS))))
         if budget_s is not None and clock() - started >= budget_s:
             break
     accepted, judged = count_judged(completions)
-    return MeasuredAcceptance(alpha=accepted / judged if judged else 0.0, num_trials=judged)
+    return MeasuredAcceptance(
+        alpha=accepted / judged if judged else 0.0, num_trials=judged, lookup=_lookup_bins(fitting, completions)
+    )
 
 
 def _fits(pair: ModelPair, prompt: tuple[int, ...]) -> bool:
     """Whether both models have positions left after a prompt."""
     limits = [engine.max_positions for engine in (pair.target, pair.draft) if engine is not None]
     return all(limit is None or len(prompt) < limit for limit in limits)
+
+
+def _lookup_bins(prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion]) -> tuple[LookupBin, ...] | None:
+    """What looking up would have proposed for each token of the completions, and whether it was that one.
+
+    As in use, earlier prompts and completions are looked up in, too. None where nothing ever matched.
+    """
+    experience, verifier = Experience(), GreedyVerifier()
+    stood: dict[int, list[bool]] = {}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        drafter = LookupDrafter(experience.history)
+        drafter.start(prompt, None, 0)
+        token_ids = list(prompt)
+        for token in completion.token_ids:
+            proposal = drafter.propose(token_ids, 1, verifier)
+            if proposal.token_ids:
+                found = stood.setdefault(lookup_bin(proposal.num_matched_tokens), [])
+                found.append(proposal.token_ids[0] == token)
+            token_ids.append(token)
+        experience.remember(token_ids)
+    bins = (
+        LookupBin(matched_tokens=least, alpha=sum(found) / len(found), num_trials=len(found))
+        for least, found in sorted(stood.items())
+    )
+    return tuple(bins) or None

@@ -1,5 +1,6 @@
 """The contestants of a benchmark: our policies, each on a runtime of its own, behind the Protocol that peers share."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Protocol
 
 from rakvctl.core.acceptance import Experience, initial_experience
 from rakvctl.core.drafters import Drafter
+from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import FixedPolicy, Policy, make_policy
 from rakvctl.core.profile import HardwareProfile
@@ -21,11 +23,15 @@ STORE_BYTES = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt to be served: how many tokens are wanted, and the prompt that is stored before it comes, if any."""
+    """One prompt to be served: how many tokens are wanted, and what was served before it comes.
+
+    That is a prompt whose states are `stored`, or the very same request, if it was `answered` already.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     stored: tuple[int, ...] | None = None
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +67,21 @@ class Arm(Protocol):
         ...
 
 
+_LOOKUP = re.compile(r"lookup-(?P<draft_len>[1-9][0-9]?)")
+
+
 class PolicyArm:
-    """One of our policies. What it learns of the drafter it keeps from task to task; its store it does not."""
+    """One of our policies, or `lookup-K`: policy `spec-K` with looked-up tokens.
+
+    What it learns of the drafter it keeps from task to task; its store it does not.
+    """
 
     def __init__(self, pair: ModelPair, name: str, profile: HardwareProfile | None, clock: Clock) -> None:
         self.name = name
         self._pair = pair
-        self._policy = make_policy(name, profile)
+        lookup = _LOOKUP.fullmatch(name)
+        self._looks_up = lookup is not None
+        self._policy = make_policy(f"spec-{lookup['draft_len']}" if lookup else name, profile)
         self._experience = initial_experience(profile) if profile is not None else Experience()
         self._clock = clock
 
@@ -75,9 +89,12 @@ class PolicyArm:
         """Store what the task says is stored; the caches are left from something else, and earlier texts forgotten."""
         self._experience.forget_texts()
         entries = stored_entries(self._pair, task.stored) if self._policy.needs.store else []
-        drafter, store = self._pair.drafter(), store_of(entries)
-        runtime = make_arm_runtime(self._pair, self._policy, drafter, store, self._experience, self._clock)
+        drafter = LookupDrafter(History(0)) if self._looks_up else self._pair.drafter()
+        runtime = make_arm_runtime(self._pair, self._policy, drafter, store_of(entries), self._experience, self._clock)
         request = Request(task.prompt, SamplingParams(max_new_tokens=task.max_new_tokens))
+        needs = self._policy.needs
+        if task.answered and (needs.store or needs.history):
+            runtime.run(request)
 
         def serve() -> Outcome:
             completion = runtime.run(request)
@@ -131,5 +148,6 @@ def make_arm_runtime(
         store=store,
         policy=policy,
         experience=experience,
+        near_tie=pair.near_tie,
         clock=clock,
     )

@@ -1,17 +1,28 @@
 """From timed probes to a profile: the curves, the acceptance, and how well the curves predict what lies between."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from rakvctl.core.errors import ModelError
+from rakvctl.core.exactness import logit_difference
 from rakvctl.core.pair import ModelPair
-from rakvctl.core.profile import SCHEMA_VERSION, Curve, DraftCosts, Fit, HardwareProfile, ModelCosts
-from rakvctl.measure.acceptance import DEFAULT_PROMPTS, measure_acceptance
+from rakvctl.core.profile import (
+    SCHEMA_VERSION,
+    Curve,
+    DraftCosts,
+    Fit,
+    HardwareProfile,
+    MeasuredAcceptance,
+    ModelCosts,
+)
+from rakvctl.measure.acceptance import measure_acceptance
 from rakvctl.measure.grid import Grid, choose_grid
 from rakvctl.measure.probes import BANDWIDTH_BYTES, ProbeBench, Role
 from rakvctl.measure.statistics import mape_percent, spearman
+from rakvctl.measure.tasks import encode
 from rakvctl.measure.timing import Clock, Effort, Point, Probe, Progress, Spread, time_probes
+from rakvctl.measure.workloads import OWN, load_workload
 
 # One pass over all prefills may take this share of the time there is, so that there can be several.
 _PASS_SHARE = 0.15
@@ -43,9 +54,7 @@ def calibrate(
     bench = ProbeBench(pair, grid.num_positions, clock)
     roles: list[Role] = ["target", "draft"] if pair.draft is not None else ["target"]
 
-    acceptance_s = None if prompts else _ACCEPTANCE_SHARE * effort.budget_s
-    prompts = prompts or [pair.codec.encode_prompt(prompt) for prompt in DEFAULT_PROMPTS]
-    acceptance = measure_acceptance(pair, prompts, acceptance_s, clock, on_progress)
+    acceptance = _acceptance(pair, prompts, _ACCEPTANCE_SHARE * effort.budget_s, clock, on_progress)
     spreads = time_probes(
         list(_probes(bench, roles, grid)), effort.share(1 - _ACCEPTANCE_SHARE - _HELD_OUT_SHARE), clock,
         lambda share: on_progress("measuring", share),
@@ -67,8 +76,21 @@ def calibrate(
         memory_bytes_per_ms=BANDWIDTH_BYTES / curves["memory"].median_ms[0][0],
         acceptance=acceptance,
         fit=_fit(curves, held_out),
+        logit_difference=logit_difference(pair.target),
     )
     return Calibration(profile, tuple(sorted(point for point, spread in spreads.items() if _is_noisy(point, spread))))
+
+
+def _acceptance(
+    pair: ModelPair, prompts: Sequence[tuple[int, ...]], budget_s: float, clock: Clock, on_progress: Progress
+) -> MeasuredAcceptance:
+    """All the user's prompts count. Our own say something of a draft model, but not what there is to look up."""
+    if prompts:
+        return measure_acceptance(pair, prompts, None, clock, on_progress)
+    if pair.draft is None:
+        return MeasuredAcceptance(alpha=0.0, num_trials=0)
+    own = [encode(pair.codec, content) for _, content in load_workload(OWN, None, None).prompts]
+    return replace(measure_acceptance(pair, own, budget_s, clock, on_progress), lookup=None)
 
 
 def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Probe]:

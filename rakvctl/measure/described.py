@@ -87,7 +87,7 @@ def _here(choice: Choice, mark: Fingerprint) -> dict[str, str | int]:
     here: dict[str, str | int] = {"processor": processor_name()}
     if choice.dtype == "auto" and mark.device == "cpu":
         here["dtype"] = "float32"
-    versions = _versions() if mark.backend == "torch" else None
+    versions = _versions() if mark.backend.startswith("torch") else None
     # Beside the release, torch may name its build, which the package index does not know.
     if versions and re.sub(r"\+[^,]*", "", mark.versions) != versions:
         here["versions"] = versions

@@ -27,6 +27,7 @@ class Choice:
     dtype: str
     num_threads: int | None
     profile: str
+    exact: bool = False
 
 
 def calibrate_command(choice: "Choice | RuntimeOptions", out: str | None = None) -> str:
@@ -40,7 +41,7 @@ def calibrate_command(choice: "Choice | RuntimeOptions", out: str | None = None)
         "-o": out,
     }
     words = [word for option, value in given.items() if value is not None for word in (option, value)]
-    return shlex.join(["rakvctl", "calibrate", *words])
+    return shlex.join(["rakvctl", "calibrate", *words, *(["--exact"] if choice.exact else [])])
 
 
 def mend(choice: "Choice | RuntimeOptions") -> str:

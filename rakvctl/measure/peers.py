@@ -3,6 +3,7 @@
 A peer runs the same checkpoint in the same dtype, with the same threads, as transformers itself loads it.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.measure.arms import Arm, Outcome, Task
 from rakvctl.measure.timing import Clock
 
-PEERS = ("hf-generate", "hf-prompt-lookup", "hf-assisted")
-# The number of tokens that transformers' own documentation suggests.
+# Looking up takes a number of tokens; without one, that which transformers' own documentation suggests.
+_PEER = re.compile(r"hf-generate|hf-assisted|hf-prompt-lookup(-(?P<lookup>[1-9][0-9]?))?")
 _LOOKUP_TOKENS = 10
 
 
@@ -85,22 +86,30 @@ def make_peers(
 
     Raises UsageError for a name that is not known, and where a draft model is needed and there is none.
     """
-    unknown = [name for name in names if name not in PEERS]
+    unknown = [name for name in names if not _PEER.fullmatch(name)]
     if unknown:
-        raise UsageError(f"there is no peer {unknown[0]}", f"choose from {', '.join(PEERS)}")
+        raise UsageError(
+            f"there is no peer {unknown[0]}",
+            "choose from hf-generate, hf-prompt-lookup, hf-prompt-lookup-K, hf-assisted",
+        )
     if "hf-assisted" in names and draft is None:
         raise UsageError("hf-assisted needs a draft model", "name one with --draft, or leave hf-assisted out")
     if not names:
         return []
     dtype = getattr(torch, pair.target.info.dtype)
     model = _load(target, dtype, device)
-    options: dict[str, dict[str, Any]] = {
-        "hf-generate": {},
-        "hf-prompt-lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
-    }
+    options: dict[str, dict[str, Any]] = {name: _options(name) for name in names}
     if "hf-assisted" in names and draft is not None:
-        options["hf-assisted"] = {"assistant_model": _load(draft, dtype, device)}
+        options["hf-assisted"]["assistant_model"] = _load(draft, dtype, device)
     return [HfArm(name, model, pair.codec.end_token_ids, clock, **options[name]) for name in names]
+
+
+def _options(name: str) -> dict[str, Any]:
+    """What `generate` is told beside the prompt."""
+    if not name.startswith("hf-prompt-lookup"):
+        return {}
+    found = _PEER.fullmatch(name)
+    return {"prompt_lookup_num_tokens": int((found and found["lookup"]) or _LOOKUP_TOKENS)}
 
 
 def _load(files: ModelFiles, dtype: torch.dtype, device: str) -> Any:

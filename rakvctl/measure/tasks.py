@@ -11,8 +11,9 @@ from rakvctl.measure.arms import Task
 from rakvctl.measure.bench import BenchPrompt
 from rakvctl.measure.workloads import Content, Workload
 
-# Nothing is stored; a longer or shorter part of the prompt is, as where prompts share a beginning; all of it is.
-HITS = ("cold", "shared", "exact")
+# Nothing is stored; a longer or shorter part of the prompt is, as where prompts share a beginning; all of it is; all of
+# it is and its answer is remembered too.
+HITS = ("cold", "shared", "exact", "repeat")
 _SHARED_PART = 0.75
 # The controller study's requests: from and to.
 _PROMPT_TOKENS, _NEW_TOKENS = (32, 1000), (16, 96)
@@ -29,8 +30,9 @@ def make_tasks(
                 continue
             for hit in hits:
                 stored = stored_part(prompt, hit)
-                if hit == "cold" or stored is not None:
-                    yield BenchPrompt(f"{workload.name} {hit}", prompt_id, Task(prompt, max_new_tokens, stored))
+                if hit in ("cold", "repeat") or stored is not None:
+                    task = Task(prompt, max_new_tokens, stored, answered=hit == "repeat")
+                    yield BenchPrompt(f"{workload.name} {hit}", prompt_id, task)
 
 
 def encode(codec: TextCodec, content: Content) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ def encode(codec: TextCodec, content: Content) -> tuple[int, ...]:
 
 def stored_part(prompt: tuple[int, ...], hit: str) -> tuple[int, ...] | None:
     """What is stored before the prompt comes; None where that is nothing, or too short to be stored."""
-    if hit == "cold":
+    if hit in ("cold", "repeat"):
         return None
     stored = prompt if hit == "exact" else prompt[: round(_SHARED_PART * len(prompt))]
     return stored if len(stored) >= BUCKET_TOKENS else None
@@ -72,5 +74,5 @@ def controller_tasks(
             ids += encode(codec, rng.choice(texts))
         prompt = tuple(ids[:length])
         shared = rng.randint(BUCKET_TOKENS + 1, length)
-        stored = {"cold": None, "shared": prompt[:shared], "exact": prompt}[HITS[number % len(HITS)]]
+        stored = (None, prompt[:shared], prompt)[number % 3]
         yield Task(prompt, rng.randint(*_NEW_TOKENS), stored)

@@ -25,6 +25,11 @@ class FakeLogits:
         """The best token of each position."""
         return [int(best) for best in self.scores.argmax(axis=-1)]
 
+    def margins(self) -> list[float]:
+        """The best score of each position less the second best."""
+        best = np.partition(self.scores, -2, axis=-1)[:, -2:]
+        return [float(margin) for margin in best[:, 1] - best[:, 0]]
+
     def numpy(self) -> np.ndarray:
         """The scores."""
         return self.scores

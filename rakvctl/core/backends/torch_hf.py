@@ -31,6 +31,12 @@ class TorchLogits:
         best: list[int] = self.tensor.argmax(dim=-1).tolist()
         return best
 
+    def margins(self) -> list[float]:
+        """The best score of each position less the second best."""
+        best = self.tensor.float().topk(2, dim=-1).values
+        margins: list[float] = (best[:, 0] - best[:, 1]).tolist()
+        return margins
+
     def numpy(self) -> np.ndarray:
         """The scores as float32 on the CPU."""
         array: np.ndarray = self.tensor.float().cpu().numpy()
@@ -111,8 +117,9 @@ class TorchBackend:
         """Device, threads, dtype and versions as they are now."""
         device = self._model.device
         is_cuda = device.type == "cuda"
+        attention = self._model.config._attn_implementation
         return EngineInfo(
-            backend="torch",
+            backend="torch, eager attention" if attention == "eager" else "torch",
             device=torch.cuda.get_device_name(device) if is_cuda else device.type,
             driver=f"CUDA {torch.version.cuda}" if is_cuda else torch.backends.cpu.get_cpu_capability(),
             num_threads=torch.get_num_threads(),

@@ -21,8 +21,10 @@ _PROBE_TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.1}
 _PROBE_TOKENS = 7
 
 
-def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) -> TorchBackend:
+def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int, attention: str = "auto") -> TorchBackend:
     """Load a checkpoint for inference. `device` and `dtype` as on the command line, `auto` included.
+
+    `attention`: one of transformers' implementations; `auto` is the fastest that is known to work.
 
     Raises ModelError where it cannot be loaded or run, UsageError for a device that is not there.
     """
@@ -30,13 +32,14 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
     torch_dtype: torch.dtype | str = getattr(torch, dtype) if dtype != "auto" else "auto"
     if dtype == "auto" and torch_device.type == "cpu":
         torch_dtype = torch.float32
-    model = _load_model(files, torch_dtype).to(torch_device)
+    model = _load_model(files, torch_dtype, attention).to(torch_device)
     weight_bytes = _bytes_read_by_a_step(model)
     # Recurrent layers read the weights of their linear layers directly.
     is_packed = packed.can_pack(model.device, model.dtype) and keeps_all_positions(model.config)
     if is_packed:
         packed.pack_linears(model)
-        use_invariant_attention(model)
+        if attention == "auto":
+            use_invariant_attention(model)
         packed.detach_from_checkpoint(model, files.location)
     make_backend = partial(
         TorchBackend,
@@ -49,7 +52,7 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int) ->
     failure = _first_failure(backend, model)
     if is_packed and failure is not None:
         # Some kinds read a layer's weights themselves, past the layer, or mean more by attention than ours does.
-        model = _load_model(files, torch_dtype)
+        model = _load_model(files, torch_dtype, attention)
         backend = make_backend(model)
         failure = _first_failure(backend, model)
     if failure is not None:
@@ -68,11 +71,16 @@ def _bytes_read_by_a_step(model: Any) -> int:
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in tables)
 
 
-def _load_model(files: ModelFiles, dtype: torch.dtype | str) -> Any:
+def _load_model(files: ModelFiles, dtype: torch.dtype | str, attention: str) -> Any:
     try:
         with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(
-                files.location, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                files.location,
+                dtype=dtype,
+                attn_implementation=None if attention == "auto" else attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         refuse_incomplete(info)
         return model.eval()
