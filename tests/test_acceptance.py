@@ -405,7 +405,7 @@ def test_without_a_draft_only_what_is_looked_up_is_measured() -> None:
 
 
 def test_looked_up_tokens_are_judged_by_what_came_in_earlier_answers_too() -> None:
-    """The second time, the answer is looked up and stands, but where the prompt, which repeats itself, says otherwise."""
+    """The second time the answer is looked up, and stands but where the prompt, repeating itself, says otherwise."""
     serving = Serving(agrees=True)
     (once,), (twice,) = ([measured(serving, [PROMPT] * count).lookup] for count in (1, 2))
     assert twice is not None

@@ -1,7 +1,5 @@
 """How far a token's logits depend on the pass that computes them, which is what speculation and reuse rest on."""
 
-import math
-
 import numpy as np
 
 from rakvctl.core.engine import Engine
@@ -19,7 +17,8 @@ def logit_difference(engine: Engine) -> float:
     Others are passes over several tokens, as a verify's, and passes behind states that were copied and begun in the
     middle, as after a partial hit. Leaves the engine's cache empty. A model without room for any other pass has none.
     """
-    num_positions = min(_CONTEXTS[-1] + _WIDTHS[-1], engine.max_positions or math.inf)
+    wanted = _CONTEXTS[-1] + _WIDTHS[-1]
+    num_positions = min(wanted, wanted if engine.max_positions is None else engine.max_positions)
     widths = [width for width in _WIDTHS if _SHORTEST + width <= num_positions]
     if not widths:
         return 0.0
