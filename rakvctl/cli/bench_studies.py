@@ -139,7 +139,7 @@ def controller(
             record=report.controller_record(runs),
             rows=rows,
             show=lambda: bench_tables.show_rows("The controller against every action", rows),
-            plot=lambda folder: plots.plot_predictions([run.trial for run in runs], folder),
+            plot=lambda folder: plots.plot_predictions(runs, folder),
             difference=_unequal(unequal) if pair.target.info.dtype == "float32" else None,
         )
 

@@ -10,7 +10,7 @@ from rakvctl.core.errors import RakvError
 from rakvctl.core.types import Decision, Features
 from rakvctl.measure.results import ArmSummary
 from rakvctl.measure.sensitivity import SensitivityPoint
-from rakvctl.measure.trials import Trial
+from rakvctl.measure.trials import ControllerRun
 
 _NUM_ALPHAS = 201
 
@@ -65,15 +65,17 @@ def plot_latency(summaries: Sequence[ArmSummary], folder: Path) -> None:
     _save_both(figure, folder, "latency")
 
 
-def plot_predictions(trials: Sequence[Trial], folder: Path) -> None:
+def plot_predictions(runs: Sequence[ControllerRun], folder: Path) -> None:
     """Draw predicted against actual time of every action of every request."""
     figure, axes = _figure()
-    actual = [ms for trial in trials for ms in trial.actual_ms.values()]
-    predicted = [trial.predicted_ms[action] for trial in trials for action in trial.actual_ms]
-    axes.loglog(actual, predicted, ".", alpha=0.4)
+    actual = [ms for run in runs for ms in run.trial.actual_ms.values()]
+    for label, trials in (("as decided", [run.trial for run in runs]), ("alpha told", [run.told for run in runs])):
+        predicted = [trial.predicted_ms[action] for trial in trials for action in trial.samples_ms]
+        axes.loglog(actual, predicted, ".", alpha=0.4, label=label)
     ends = [min(actual), max(actual)]
     axes.loglog(ends, ends, color="grey", linewidth=1)
     axes.set(xlabel="actual ms", ylabel="predicted ms")
+    axes.legend()
     _save_both(figure, folder, "predictions")
 
 
