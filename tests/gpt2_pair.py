@@ -2,7 +2,8 @@
 
     python -m tests.gpt2_pair DIRECTORY [medium]
 
-makes DIRECTORY/target and DIRECTORY/draft; with `medium`, GPT-2 Medium and GPT-2. The tokenizer is that of `tiny`.
+makes DIRECTORY/target and DIRECTORY/draft; with `medium`, GPT-2 Medium and GPT-2. The tokenizer is that of `tiny`; the
+vocabulary is padded to GPT-2's with rows of zeros, which never win.
 """
 
 import sys
@@ -23,8 +24,11 @@ def write(directory: Path, shape: str) -> None:
     layers, width, heads = SHAPES[shape]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=layers, n_embd=width, n_head=heads))
+    codec = load_codec(find_model("tiny", "target", print))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[codec.vocab_size :] = 0.0
     model.save_pretrained(directory)
-    load_codec(find_model("tiny", "target", print)).tokenizer.save_pretrained(directory)
+    codec.tokenizer.save_pretrained(directory)
 
 
 def main() -> None:

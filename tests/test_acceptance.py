@@ -146,6 +146,16 @@ def test_the_length_of_texts_is_learned(length: int, expected: int) -> None:
     assert experience.expected_new_tokens(0) == 0
 
 
+def test_how_much_looking_up_supplies_is_learned() -> None:
+    experience = Experience()
+    assert experience.looked_up_share == 0.0
+    looked_up = StepEvent((1, 2, 3, 4), 6, 3, was_looked_up=True)
+    modelled = StepEvent((1, 2, 3, 4), 3, 3)
+    for _ in range(40):
+        experience.observe(_served(_decision(0), looked_up, modelled, StepEvent((1,), 0, 0)), 64)
+    assert experience.looked_up_share == pytest.approx(3 / 10)
+
+
 def test_only_requests_that_draft_nothing_save_up_for_a_probe() -> None:
     acceptance = Experience()
     acceptance.observe(_served(_decision(4), StepEvent((1,), 4, 0)), 64)

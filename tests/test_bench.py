@@ -116,10 +116,16 @@ def test_an_output_that_differs_is_found_with_its_position() -> None:
         ScriptedArm("ar", clock, 1.0),
         ScriptedArm("wrong", clock, 1.0, (1, 9, 3)),
         ScriptedArm("short", clock, 1.0, (1, 2)),
+        ScriptedArm("padding", clock, 1.0, (1, 32, 3)),
     ]
     bench, samples = run(arms, clock, num_prompts=1)
-    assert {sample.arm: sample.equal for sample in samples} == {"ar": True, "wrong": False, "short": False}
-    short, wrong = sorted(bench.mismatches, key=lambda mismatch: mismatch.arm)
+    assert {sample.arm: sample.equal for sample in samples} == {
+        "ar": True,
+        "wrong": False,
+        "short": False,
+        "padding": False,
+    }
+    padding, short, wrong = sorted(bench.mismatches, key=lambda mismatch: mismatch.arm)
     assert (wrong.arm, wrong.position, wrong.token, wrong.expected) == ("wrong", 1, 9, 2)
     assert (short.arm, short.position, short.token, short.expected) == ("short", 2, None, 3)
     target = FakeBackend(seed=1)
@@ -127,6 +133,7 @@ def test_an_output_that_differs_is_found_with_its_position() -> None:
     assert (wrong.logit, wrong.expected_logit) == (logits[9], logits[2])
     assert wrong.margin == pytest.approx(logits[2] - logits[9])
     assert short.margin is None
+    assert (padding.token, padding.logit, padding.margin) == (32, None, None), "a peer may emit what has no logit"
 
 
 def test_a_summary_compares_prompt_by_prompt_with_plain_decoding() -> None:

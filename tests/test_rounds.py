@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from rakvctl.core.acceptance import LookupAcceptance
 from rakvctl.core.lookup import History, LookupDrafter
+from rakvctl.core.policies import make_policy
 from rakvctl.core.profile import Curve, HardwareProfile
 from rakvctl.core.rounds import RoundCosts, best_prefix, round_choices
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.speculators import AdaptiveSpeculator
-from rakvctl.core.types import Proposal
+from rakvctl.core.types import Features, Proposal
 from rakvctl.core.verify import GreedyVerifier, Verifier
 from tests.fakes import FakeRuntime
 from tests.profiles import toy_profile
@@ -157,6 +158,18 @@ def test_longer_matches_draft_no_fewer_tokens() -> None:
     assert lengths[-1] > lengths[1]
     rates = [choice.ms_per_token for choice in choices]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_draft_model_has_to_earn_its_start_with_what_is_not_looked_up() -> None:
+    auto = make_policy("auto", toy_profile())
+    features = Features(num_prompt_tokens=200, max_new_tokens=24, drafter="model", alpha=0.8)
+    rarely, mostly = (auto.decide(replace(features, looked_up_share=share)) for share in (0.0, 0.9))
+    assert rarely.action.draft_len > 0
+    assert mostly.action.draft_len == 0
+    assert mostly.drafter == "lookup"
+    assert rarely.predicted_ms is not None
+    assert mostly.predicted_ms is not None
+    assert mostly.predicted_ms < rarely.predicted_ms
 
 
 def test_a_completion_says_how_many_rounds_drafted_how_many_tokens() -> None:

@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def show_profile(profile: HardwareProfile) -> None:
-    """The curves, where drafting breaks even, and whether it can pay."""
+    """The curves, how exact passes are, where drafting breaks even, and whether it can pay."""
     mark = profile.fingerprint
     draft = f", draft {mark.draft}" if mark.draft else ", no draft model"
     with open_page() as page:
@@ -30,7 +30,19 @@ def show_profile(profile: HardwareProfile) -> None:
             f"Between the measured points the curves are off by {profile.fit.mape_percent:.1f} % "
             f"(Spearman {profile.fit.spearman:.3f}, {profile.fit.num_probes} held-out probes)."
         )
+        if profile.logit_difference is not None:
+            page.print(_exactness(profile))
         page.print(Text(speculation_verdict(profile), style="bold"))
+
+
+def _exactness(profile: HardwareProfile) -> str:
+    """Whether a token's logits depend on the pass that computes them."""
+    if not profile.logit_difference:
+        return "A token's logits are the same bits in every pass."
+    return (
+        f"A token's logits differ from pass to pass by up to {profile.logit_difference:.2g}: plain steps decide where "
+        "the two best are that close."
+    )
 
 
 def _rounds_table(profile: HardwareProfile) -> Table:

@@ -107,8 +107,9 @@ class Experience:
         self._history_tokens = history_tokens
         self.forget_texts()
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
-        # Emitted tokens and limits of past requests, older ones counting less; at first, limits are reached.
-        self._num_emitted = self._num_allowed = 0.0
+        # Emitted and looked-up tokens and limits of past requests, older ones counting less; at first, limits are
+        # reached, and nothing is looked up.
+        self._num_emitted = self._num_looked_up = self._num_allowed = 0.0
         self.probe_ms = 0.0
 
     @property
@@ -120,6 +121,11 @@ class Experience:
         """How many tokens a request with this limit is expected to make: texts may end long before it."""
         share = self._num_emitted / self._num_allowed if self._num_allowed else 1.0
         return max(min(1, max_new_tokens), round(share * max_new_tokens))
+
+    @property
+    def looked_up_share(self) -> float:
+        """How many of the new tokens looking up supplied of late, between 0 and 1."""
+        return self._num_looked_up / self._num_emitted if self._num_emitted else 0.0
 
     def forget_texts(self) -> None:
         """Look nothing up in earlier texts any more; what was learned from them stays."""
@@ -134,6 +140,7 @@ class Experience:
         for event in completion.judged_events:
             self._tracker = self._tracker.observe(event.num_judged_tokens, event.num_accepted_tokens)
         self._num_emitted = _KEPT_LENGTH * self._num_emitted + len(completion.token_ids)
+        self._num_looked_up = _KEPT_LENGTH * self._num_looked_up + completion.num_looked_up_tokens
         self._num_allowed = _KEPT_LENGTH * self._num_allowed + max_new_tokens
         decision = completion.decision
         if decision.is_probe:

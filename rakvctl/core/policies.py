@@ -124,7 +124,11 @@ _AUTO_NEEDS = replace(_RAKV_NEEDS, history=True)
 
 @dataclass(frozen=True, slots=True)
 class AutoPolicy:
-    """Reuse and draft model as `rakv` decides them for the request; who drafts how much is decided anew every round."""
+    """Reuse and draft model as `rakv` decides them for the request; who drafts how much is decided anew every round.
+
+    A looked-up token that is accepted spares a round. So what is reckoned with are the tokens that are left: a draft model
+    has to earn its start with those.
+    """
 
     costs: CostModel
     name: str = "auto"
@@ -132,7 +136,8 @@ class AutoPolicy:
 
     def decide(self, features: Features) -> Decision:
         """The action says whether a draft model is started; looking up is always possible."""
-        decision = RakvPolicy(self.costs).decide(features)
+        left = max(1, round((1.0 - features.looked_up_share) * features.num_new_tokens))
+        decision = RakvPolicy(self.costs).decide(replace(features, expected_new_tokens=left))
         drafter = f"lookup+{decision.drafter}" if decision.action.draft_len else "lookup"
         return replace(decision, policy=self.name, drafter=drafter)
 

@@ -97,6 +97,7 @@ class Runtime:
             probe_ms=self._experience.probe_ms,
             memory_budget_bytes=self._target.free_bytes(),
             expected_new_tokens=self._experience.expected_new_tokens(max_new_tokens),
+            looked_up_share=self._experience.looked_up_share,
         )
         return features, match
 

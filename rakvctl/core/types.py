@@ -94,6 +94,7 @@ class Features:
     `max_new_tokens` is the limit, `expected_new_tokens` what experience makes of it, None if there is none. `alpha`:
     the acceptance in force. `drafter`: a drafter's name, or `none` and why. `probe_ms`: how much longer than the best
     known action a probe may take. `memory_budget_bytes`: what KV states may take, None if nobody counts.
+    `looked_up_share`: how many of the new tokens looking up supplied of late.
     """
 
     num_prompt_tokens: int
@@ -107,6 +108,7 @@ class Features:
     probe_ms: float = 0.0
     memory_budget_bytes: int | None = None
     expected_new_tokens: int | None = None
+    looked_up_share: float = 0.0
 
     @property
     def num_new_tokens(self) -> int:
@@ -229,6 +231,11 @@ class Completion:
     def num_rescored_tokens(self) -> int:
         """Tokens chosen by a pass of their own, as the two best were too close in the pass that came by them."""
         return sum(event.is_undecided for event in self.events)
+
+    @property
+    def num_looked_up_tokens(self) -> int:
+        """Looked-up tokens that were emitted."""
+        return sum(event.num_accepted_tokens for event in self.events if event.was_looked_up)
 
     @property
     def rounds_by_draft_len(self) -> dict[int, int]:

@@ -38,7 +38,8 @@ class Sample:
 class Mismatch:
     """The first position at which an arm's tokens differ from the reference's; None: one of them is shorter.
 
-    The logits are those of the target after the tokens that both have in common.
+    The logits are those of the target after the tokens that both have in common; an id of the padding behind the
+    vocabulary, which peers may emit, has none.
     """
 
     workload: str
@@ -111,5 +112,5 @@ class Bench:
         token, wanted = (ids[position] if position < len(ids) else None for ids in (found, expected))
         self._target.rollback(0)
         logits = self._target.prefill((*prompt.task.prompt, *expected[:position])).numpy()[-1]
-        scores = [None if id_ is None else float(logits[id_]) for id_ in (token, wanted)]
+        scores = [None if id_ is None or id_ >= len(logits) else float(logits[id_]) for id_ in (token, wanted)]
         return Mismatch(prompt.workload, prompt.id, arm, repeat, position, token, wanted, *scores)
