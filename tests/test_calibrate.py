@@ -28,7 +28,7 @@ from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Action, Completion, Decision, Features, Request, SamplingParams
 from rakvctl.measure.calibrate import Calibration, calibrate
 from rakvctl.measure.check import check
-from rakvctl.measure.grid import LONGEST_DRAFT
+from rakvctl.measure.grid import LONGEST_DRAFT, choose_grid
 from rakvctl.measure.statistics import mape_percent, spearman
 from rakvctl.measure.timing import Effort, Point, Probe, Spread, time_probes
 from tests.fakes import NO_END
@@ -114,6 +114,14 @@ class Costs:
 # --- declared costs are found again
 
 
+def test_steps_of_the_targets_time_are_seen_where_there_is_time_to_look() -> None:
+    """With little time, rounds are measured at the numbers of tokens that a draft model may draft, and at the most."""
+    toy = Toy(target_costs=FakeCosts(30.0, 0.01, 0.02))
+    plenty, little = (choose_grid(toy.pair, pass_s, toy.clock) for pass_s in (100.0, 0.1))
+    assert plenty.verify_lens == tuple(range(LONGEST_DRAFT + 1))
+    assert plenty.draft_lens == little.draft_lens == little.verify_lens == (*DRAFT_LENS, LONGEST_DRAFT)
+
+
 @pytest.mark.parametrize("target_costs", [TARGET, FakeCosts(30.0, 0.01, 0.02, 0.0, 0.5), FakeCosts(0.01, 5.0)])
 def test_the_targets_costs_are_found_again(target_costs: FakeCosts) -> None:
     profile = Toy(target_costs=replace(target_costs, copy_token_ms=0.002)).calibrated().profile
@@ -122,7 +130,7 @@ def test_the_targets_costs_are_found_again(target_costs: FakeCosts) -> None:
     assert_curve(profile.target.prefill, Costs("forward", costs))
     assert_curve(profile.target.clone, Costs("copy", costs))
     assert_curve(profile.target.insert, Costs("copy", costs))
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9, 17)
+    assert profile.verify.sizes_tokens == tuple(range(1, LONGEST_DRAFT + 2))
 
 
 def test_the_drafts_costs_are_found_again() -> None:
@@ -218,7 +226,7 @@ def test_a_model_without_draft_has_a_profile_without_one() -> None:
     assert profile.draft is None
     assert (profile.acceptance.alpha, profile.acceptance.num_trials) == (0.0, 0)
     assert (profile.fingerprint.draft, profile.fingerprint.draft_digest) == ("", "")
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9, 17)
+    assert profile.verify.sizes_tokens == tuple(range(1, LONGEST_DRAFT + 2))
 
 
 def test_a_recurrent_target_is_refused() -> None:

@@ -37,7 +37,7 @@ def test_calibrate_writes_a_profile_that_generate_takes(run: Call, tiny_checkpoi
     assert re.search(r"Speculation (pays|cannot pay) here", finished.out)
     assert str(path) in finished.out.replace("\n", "")
     profile = read_profile(path)
-    assert profile.verify.sizes_tokens == (1, 2, 3, 5, 7, 9, 17)
+    assert set(profile.verify.sizes_tokens) >= {1, 2, 3, 5, 7, 9, 17}
     assert profile.fingerprint.threads == 1
 
     arguments = ("-m", target, "-d", tiny_checkpoint / "draft", "--profile", path, "--threads", "1")

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rakvctl.cli.page import counted, make_table, number, open_page
-from rakvctl.core.cost import alpha_for
+from rakvctl.core.cost import DRAFT_LENS, alpha_for
 from rakvctl.core.profile import HardwareProfile
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def _rounds_table(profile: HardwareProfile) -> Table:
     table = make_table("Rounds, ms: drafting + the target's pass", ["k", *(f"after {context}" for context in contexts)])
     table.add_column("pays from\nalpha", justify="right")
     for row, width in enumerate(profile.verify.sizes_tokens):
+        if width not in _widths(profile):
+            continue
         draft = profile.draft.propose if profile.draft and width > 1 else None
         cells = [
             _round(draft.at(width - 1, context) if draft else None, profile.verify.median_ms[row][column])
@@ -90,10 +92,16 @@ def _limits(profile: HardwareProfile) -> str:
     )
 
 
+def _widths(profile: HardwareProfile) -> list[int]:
+    """The widths of rounds that a draft model may ask for, and the widest."""
+    sizes = profile.verify.sizes_tokens
+    return [width for width in sizes if width - 1 in DRAFT_LENS or width == sizes[-1]]
+
+
 def speculation_verdict(profile: HardwareProfile) -> str:
     """One sentence: whether speculation can pay on this machine, and from which acceptance."""
-    widths = [width - 1 for width in profile.verify.sizes_tokens if width > 1]
-    crossovers = {k: alpha for k in widths if (alpha := _break_even(profile, k)) is not None}
+    draft_lens = [width - 1 for width in _widths(profile) if width > 1]
+    crossovers = {k: alpha for k in draft_lens if (alpha := _break_even(profile, k)) is not None}
     if not crossovers:
         return "Speculation cannot pay here: even if every drafted token were accepted, plain decoding would be faster."
     least = min(crossovers, key=lambda k: crossovers[k])

@@ -126,8 +126,8 @@ _AUTO_NEEDS = replace(_RAKV_NEEDS, history=True)
 class AutoPolicy:
     """Reuse and draft model as `rakv` decides them for the request; who drafts how much is decided anew every round.
 
-    A looked-up token that is accepted spares a round. So what is reckoned with are the tokens that are left: a draft model
-    has to earn its start with those.
+    A looked-up token that is accepted spares a round. So what is reckoned with are the tokens that are left: a draft
+    model has to earn its start with those.
     """
 
     costs: CostModel

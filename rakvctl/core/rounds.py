@@ -29,7 +29,8 @@ class RoundCosts:
             middle = (stretch + 0.5) * _CONTEXT_STEP
             verify, draft = self._profile.verify, self._profile.draft
             self._verify_ms = [verify.at(width, middle) for width in range(1, self.most_draft_tokens + 2)]
-            self._propose_ms = {k: draft.propose.at(k, middle) for k in DRAFT_LENS if k} if draft else {}
+            draft_lens = range(1, DRAFT_LENS[-1] + 1) if draft else ()
+            self._propose_ms = {k: draft.propose.at(k, middle) for k in draft_lens} if draft else {}
             self._stretch = stretch
         return self._verify_ms, self._propose_ms
 

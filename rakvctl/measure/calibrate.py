@@ -96,6 +96,8 @@ def _acceptance(
 def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Probe]:
     """Every point of every curve."""
     yield from (bench.round(draft_len, context) for draft_len in grid.draft_lens for context in grid.contexts)
+    others = [draft_len for draft_len in grid.verify_lens if draft_len not in grid.draft_lens]
+    yield from (bench.verify(draft_len, context) for draft_len in others for context in grid.contexts)
     yield from (bench.emit(), bench.read_memory())
     for role in roles:
         yield bench.new_length(role)

@@ -15,15 +15,22 @@ _CONTEXTS = (1, 64, 256, 1024, 4096)
 LONGEST_DRAFT = 16
 _MIN_SIZES = 4
 _SAMPLE_TOKENS = 16
+# One pass over every length of a draft may take this share of one over all prefills.
+_EVERY_LEN_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes and contexts of all curves, in tokens; `contexts` are those of rounds."""
+    """Sizes and contexts of all curves, in tokens; `contexts` are those of rounds.
+
+    `draft_lens`: tokens drafted in a round, by the draft model if there is one; `verify_lens`: those and more, of which
+    only the target's pass is timed.
+    """
 
     prefill_tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     draft_lens: tuple[int, ...]
+    verify_lens: tuple[int, ...]
 
     @property
     def prefill_contexts(self) -> tuple[int, ...]:
@@ -58,7 +65,11 @@ def choose_grid(pair: ModelPair, pass_s: float, clock: Clock) -> Grid:
     fitting = [context for context in _CONTEXTS if context <= min(longest, room - sizes[-1], room - DRAFT_LENS[-1] - 1)]
     contexts = tuple(fitting) or _CONTEXTS[:1]
     draft_lens = [draft_len for draft_len in (*DRAFT_LENS, LONGEST_DRAFT) if contexts[-1] + draft_len + 1 <= room]
-    return Grid(tuple(sizes), contexts, tuple(draft_lens) or DRAFT_LENS[:1])
+    draft_lens = draft_lens or [0]
+    # Matrix routines work in blocks of rows, so the target's time goes in steps, wherever those are on this machine.
+    every_len = range(draft_lens[-1] + 1)
+    fits = _SAMPLE_TOKENS * token_s * len(every_len) * len(contexts) <= _EVERY_LEN_SHARE * pass_s
+    return Grid(tuple(sizes), contexts, tuple(draft_lens), tuple(every_len if fits else draft_lens))
 
 
 def _prefill_seconds(pair: ModelPair, num_tokens: int, clock: Clock) -> float:

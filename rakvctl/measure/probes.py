@@ -150,15 +150,22 @@ class ProbeBench:
 
         The draft model is one token behind, as after a round whose tokens were all accepted: the dearer case.
         """
-        verify, propose = Point("verify", draft_len + 1, context), Point("propose", draft_len, context)
-        has_draft = self._pair.draft is not None and draft_len > 0
+        if self._pair.draft is None or draft_len == 0:
+            return self.verify(draft_len, context)
+        points = Point("verify", draft_len + 1, context), Point("propose", draft_len, context)
+        return Probe(points, lambda: self._rounds(self._drafter, draft_len, context))
 
-        def sample() -> list[tuple[float, ...]]:
-            # The first round, not counted, brings weights and states into the processor's caches, as the loop has them.
-            rounds = [self._one_round(draft_len, context) for _ in range(_ROUNDS + 1)]
-            return [times if has_draft else times[:1] for times in rounds[1:]]
+    def verify(self, draft_len: int, context: int) -> Probe:
+        """One round without its drafting: the tokens come from nowhere and cost nothing."""
+        drafter = TimedDrafter(None, self._clock, self._ids)
+        point = Point("verify", draft_len + 1, context)
+        return Probe((point,), lambda: [times[:1] for times in self._rounds(drafter, draft_len, context)])
 
-        return Probe((verify, propose) if has_draft else (verify,), sample)
+    def _rounds(self, drafter: TimedDrafter, draft_len: int, context: int) -> list[tuple[float, ...]]:
+        """A few rounds; the first, not counted, brings weights and states into the processor's caches, as the loop has
+        them.
+        """
+        return [self._one_round(drafter, draft_len, context) for _ in range(_ROUNDS + 1)][1:]
 
     def emit(self) -> Probe:
         """Emitted tokens as text, milliseconds a token."""
@@ -184,23 +191,23 @@ class ProbeBench:
 
         return Probe((Point("memory", BANDWIDTH_BYTES, 0),), sample)
 
-    def _one_round(self, draft_len: int, context: int) -> tuple[float, float]:
+    def _one_round(self, drafter: TimedDrafter, draft_len: int, context: int) -> tuple[float, ...]:
         """Milliseconds of the round without the drafting, and of the drafting."""
         self._rewind("target", context)
         if "draft" in self._engines:
             self._rewind("draft", max(0, context - 1))
-        self._drafter.elapsed_ms = 0.0
+        drafter.elapsed_ms = 0.0
         request = Request(self._ids[:context])
         sequence = TokenSequence(request, draft_len + 3, ends=lambda _: False)
         first = StoredLogits(np.zeros(1, dtype=np.float32))
-        speculator = FixedSpeculator(self._drafter, draft_len)
+        speculator = FixedSpeculator(drafter, draft_len)
         loop = decode(sequence, speculator, first, self._pair.target, GreedyVerifier())
         next(loop)
         started = self._clock()
         next(loop)
         total_ms = self._since(started)
         loop.close()
-        return total_ms - self._drafter.elapsed_ms, self._drafter.elapsed_ms
+        return total_ms - drafter.elapsed_ms, drafter.elapsed_ms
 
     def _rewind(self, role: str, context: int) -> None:
         """Leave exactly the first `context` positions in a model's cache."""
