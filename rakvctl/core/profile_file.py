@@ -18,7 +18,12 @@ from rakvctl.core.files import replace_file
 from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile, field_label, foreign_fields
 
 # The least and the largest value of fields that are not just any number from 0 on.
-_RANGES = {"alpha": (0.0, 1.0), "spearman": (-1.0, 1.0), "memory_bytes_per_ms": (math.ulp(0.0), math.inf)}
+_RANGES = {
+    "alpha": (0.0, 1.0),
+    "spearman": (-1.0, 1.0),
+    "memory_bytes_per_ms": (math.ulp(0.0), math.inf),
+    "matched_tokens": (1, math.inf),
+}
 # Beside its own errors, what the YAML reader stumbles over in values that claim to be dates, numbers or the like.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
