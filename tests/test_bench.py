@@ -160,9 +160,9 @@ def test_a_run_can_be_summed_up_wherever_it_is_cut_off(num_samples: int) -> None
         assert {summary.arm for summary in summaries} == {"ar", "b", "c"}
 
 
-def write_results(path: Path, ms: float) -> Path:
+def write_results(path: Path, ms: float, num_prompts: int = 8, tokens: tuple[int, ...] = (1, 2, 3)) -> Path:
     clock = VirtualClock()
-    _, samples = run([ScriptedArm("ar", clock, ms)], clock, num_prompts=8)
+    _, samples = run([ScriptedArm("ar", clock, ms, tokens)], clock, num_prompts=num_prompts)
     report.write_json(path, {"samples": [sample_record(sample) for sample in samples]})
     return path
 
@@ -172,7 +172,23 @@ def test_two_results_are_compared_beyond_noise(tmp_path: Path) -> None:
     (change,) = compare(before, after)
     assert change.ratio.estimate == pytest.approx(1.2)
     assert change.is_beyond_noise
-    assert not compare(before, before)[0].is_beyond_noise
+    assert change.verdict == "slower"
+    assert compare(before, before)[0].verdict == "noise"
+
+
+def test_a_few_prompts_decide_nothing(tmp_path: Path) -> None:
+    before, after = (
+        write_results(tmp_path / name, ms, num_prompts=4) for name, ms in (("a.json", 9.0), ("b.json", 5.0))
+    )
+    (change,) = compare(before, after)
+    assert change.ratio.estimate == pytest.approx(5 / 9)
+    assert (change.verdict, change.is_beyond_noise) == ("too few prompts", False)
+
+
+def test_answers_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
+    before, after = write_results(tmp_path / "a.json", 10.0), write_results(tmp_path / "b.json", 5.0, tokens=(1, 2))
+    with pytest.raises(UsageError, match="same length"):
+        compare(before, after)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [{"arm": "ar"}]}', '{"samples": 5}'])

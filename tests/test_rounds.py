@@ -160,6 +160,14 @@ def test_longer_matches_draft_no_fewer_tokens() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+def test_a_profile_of_very_wide_passes_is_read_in_no_time() -> None:
+    """Measured at 17 positions and at a million, say: rounds are never that wide."""
+    profile = profile_with([10.0, 11.0, 12.0, 13.0, 15.0, 20.0])
+    wide = replace(profile, verify=replace(profile.verify, sizes_tokens=(*WIDTHS[:-1], 10**6)))
+    assert len(RoundCosts(wide).at(100)[0]) <= 65
+    assert len(RoundCosts(profile).at(100)[0]) == 17
+
+
 def test_a_draft_model_has_to_earn_its_start_with_what_is_not_looked_up() -> None:
     auto = make_policy("auto", toy_profile())
     features = Features(num_prompt_tokens=200, max_new_tokens=24, drafter="model", alpha=0.8)

@@ -29,6 +29,8 @@ def run_bench(workloads: Sequence[Workload], runtime_options: RuntimeOptions, op
     if unknown or not options.hits:
         raise UsageError(f"there is no hit {', '.join(unknown)}", f"choose from {', '.join(HITS)}")
     pair = load_pair(runtime_options, render.print_note)
+    if options.study is StudyName.SENSITIVITY and pair.draft is None:
+        raise UsageError("there is no draft model whose acceptance could be varied", "name one with --draft")
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, runtime_options, render.print_note, on_progress)
     pair = with_near_tie(pair, runtime_options.policy, profile)

@@ -49,9 +49,8 @@ def show_changes(changes: Sequence[Change]) -> None:
     """What changed between two results, and whether that is more than noise."""
     table = make_table("Time of the second over the first", ["workload", "arm", "ratio", "verdict"])
     for change in changes:
-        verdict = "slower" if change.ratio.low > 1.0 else "faster" if change.ratio.high < 1.0 else "noise"
         interval = f"{change.ratio.estimate:.3f} ({change.ratio.low:.3f}-{change.ratio.high:.3f})"
-        style = {"slower": "bold red", "faster": "bold green"}.get(verdict, "")
-        table.add_row(change.workload, change.arm, interval, verdict, style=style)
+        style = {"slower": "bold red", "faster": "bold green"}.get(change.verdict, "")
+        table.add_row(change.workload, change.arm, interval, change.verdict, style=style)
     with open_page() as page:
         page.print(table)

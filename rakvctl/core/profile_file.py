@@ -18,11 +18,15 @@ from rakvctl.core.files import replace_file
 from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile, field_label, foreign_fields
 
 # The least and the largest value of fields that are not just any number from 0 on.
+# More than any model has positions for.
+_MOST_TOKENS = 2**31
 _RANGES = {
     "alpha": (0.0, 1.0),
     "spearman": (-1.0, 1.0),
     "memory_bytes_per_ms": (math.ulp(0.0), math.inf),
     "matched_tokens": (1, math.inf),
+    "sizes_tokens": (0, _MOST_TOKENS),
+    "contexts_tokens": (0, _MOST_TOKENS),
 }
 # Beside its own errors, what the YAML reader stumbles over in values that claim to be dates, numbers or the like.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)

@@ -10,6 +10,8 @@ from rakvctl.core.profile import HardwareProfile
 
 # Times change slowly with the context: they are looked up once for so many positions.
 _CONTEXT_STEP = 64
+# Whatever a profile holds, every width up to its widest is reckoned with in every round.
+_MOST_DRAFT_TOKENS = 64
 
 
 class RoundCosts:
@@ -20,7 +22,7 @@ class RoundCosts:
         self._stretch = -1
         self._verify_ms: list[float] = []
         self._propose_ms: dict[int, float] = {}
-        self.most_draft_tokens = profile.verify.sizes_tokens[-1] - 1
+        self.most_draft_tokens = min(profile.verify.sizes_tokens[-1] - 1, _MOST_DRAFT_TOKENS)
 
     def at(self, context: int) -> tuple[list[float], dict[int, float]]:
         """`verify_ms[k]`, the round of k drafted tokens without the drafting; the draft model's time by its k."""

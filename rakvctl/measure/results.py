@@ -12,6 +12,8 @@ from rakvctl.measure.bench import REFERENCE, Sample
 from rakvctl.measure.statistics import Interval, ratio_interval
 
 ALL = "all"
+# Of fewer pairs a bootstrap interval says nothing.
+_FEWEST_PROMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,38 +113,50 @@ class Change:
     workload: str
     arm: str
     ratio: Interval
+    num_prompts: int
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the interval leaves 1 out."""
-        return self.ratio.low > 1.0 or self.ratio.high < 1.0
+        """Whether the interval leaves 1 out, and there are enough prompts for it to mean something."""
+        return self.num_prompts >= _FEWEST_PROMPTS and (self.ratio.low > 1.0 or self.ratio.high < 1.0)
+
+    @property
+    def verdict(self) -> str:
+        """What the second is, in a word or two."""
+        if self.num_prompts < _FEWEST_PROMPTS:
+            return "too few prompts"
+        return "noise" if not self.is_beyond_noise else "slower" if self.ratio.low > 1.0 else "faster"
 
 
 def compare(before: Path, after: Path) -> list[Change]:
-    """What changed between two `results.json`, for the arms and prompts that both have.
+    """What changed between two `results.json`, for the arms and prompts that both have, with answers of equal length.
 
     Raises UsageError where a file holds no results, or they have nothing in common.
     """
     first, second = _times(before), _times(after)
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for key in first.keys() & second.keys():
-        workload, arm, _ = key
+        workload, arm, *_ = key
         groups.setdefault((workload, arm), []).append((statistics.median(second[key]), statistics.median(first[key])))
     if not groups:
-        raise UsageError(f"{before} and {after} have no arm and prompt in common", "compare runs of the same workloads")
+        raise UsageError(
+            f"{before} and {after} have no arm and prompt with answers of the same length in common",
+            "compare runs of the same workloads and -n",
+        )
     return [
-        Change(workload, arm, ratio_interval(*zip(*sorted(pairs), strict=True)))
+        Change(workload, arm, ratio_interval(*zip(*sorted(pairs), strict=True)), len(pairs))
         for (workload, arm), pairs in sorted(groups.items())
     ]
 
 
-def _times(path: Path) -> dict[tuple[str, str, str], list[float]]:
-    """Times by workload, arm and prompt."""
+def _times(path: Path) -> dict[tuple[str, str, str, int], list[float]]:
+    """Times by workload, arm, prompt and length of the answer."""
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        times: dict[tuple[str, str, str], list[float]] = {}
+        times: dict[tuple[str, str, str, int], list[float]] = {}
         for sample in content["samples"]:
-            key = (str(sample["workload"]), str(sample["arm"]), str(sample["prompt_id"]))
+            names = (str(sample["workload"]), str(sample["arm"]), str(sample["prompt_id"]))
+            key = (*names, int(sample["completion_tokens"]))
             times.setdefault(key, []).append(float(sample["total_ms"]))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "give the results.json of two runs") from error
