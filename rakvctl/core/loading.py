@@ -74,7 +74,8 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
     pair = with_near_tie(pair, options.policy, profile)
     # Without anything to look up, nothing is left to be decided round by round.
     is_per_request = options.policy == "auto" and options.drafter in ("none", "model")
-    needs = policy_needs(options.policy)
+    policy = "rakv" if is_per_request else options.policy
+    needs = policy_needs(policy)
     looks_up = options.drafter == "lookup" and not needs.profile
     history_bytes = options.kv_budget_bytes // _HISTORY_PART if needs.history else 0
     return Runtime(
@@ -82,7 +83,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
         target=pair.target,
         drafter=LookupDrafter(History(0)) if looks_up else pair.drafter(),
         store=PrefixStore(MemoryTier(options.kv_budget_bytes - history_bytes)),
-        policy=make_policy("rakv" if is_per_request else options.policy, profile),
+        policy=make_policy(policy, profile),
         experience=initial_experience(profile, history_bytes) if profile else None,
         near_tie=pair.near_tie,
     )

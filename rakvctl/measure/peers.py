@@ -19,7 +19,7 @@ from rakvctl.measure.arms import Arm, Outcome, Task
 from rakvctl.measure.timing import Clock
 
 # Looking up takes a number of tokens; without one, that which transformers' own documentation suggests.
-_PEER = re.compile(r"hf-generate|hf-assisted|hf-prompt-lookup(-(?P<lookup>[1-9][0-9]?))?")
+_PEER = re.compile(r"hf-generate|hf-assisted|hf-prompt-lookup(-[1-9][0-9]?)?")
 _LOOKUP_TOKENS = 10
 
 
@@ -106,10 +106,8 @@ def make_peers(
 
 def _options(name: str) -> dict[str, Any]:
     """What `generate` is told beside the prompt."""
-    if not name.startswith("hf-prompt-lookup"):
-        return {}
-    found = _PEER.fullmatch(name)
-    return {"prompt_lookup_num_tokens": int((found and found["lookup"]) or _LOOKUP_TOKENS)}
+    _, is_lookup, number = name.partition("hf-prompt-lookup")
+    return {"prompt_lookup_num_tokens": int(number.lstrip("-") or _LOOKUP_TOKENS)} if is_lookup else {}
 
 
 def _load(files: ModelFiles, dtype: torch.dtype, device: str) -> Any:
