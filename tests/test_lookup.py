@@ -2,14 +2,15 @@
 
 import tracemalloc
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rakvctl.core.acceptance import LookupAcceptance
+from rakvctl.core.acceptance import LookupAcceptance, lookup_bin
 from rakvctl.core.lookup import HISTORY_BYTES_PER_TOKEN, History, LookupDrafter, NgramIndex
-from rakvctl.core.types import Proposal
+from rakvctl.core.types import Agreement, Evidence, Proposal
 from rakvctl.core.verify import GreedyVerifier
 
 SIZES = (1, 2, 3, 4)
@@ -66,7 +67,7 @@ def test_what_followed_the_same_tokens_is_proposed() -> None:
     prompt = [1, 2, 3, 4, 5, 6, 7, 9, 3, 4]
     proposal = propose(started(prompt), prompt)
     assert proposal.token_ids == (5, 6, 7, 9, 3, 4, 5, 6)
-    assert proposal.num_matched_tokens == 2
+    assert proposal.evidence == tuple(Evidence(2 + index, "alone") for index in range(8))
 
 
 def test_a_longer_match_goes_before_a_later_one() -> None:
@@ -77,6 +78,42 @@ def test_a_longer_match_goes_before_a_later_one() -> None:
 def test_of_equally_long_matches_the_latest_counts() -> None:
     prompt = [1, 2, 7, 0, 1, 2, 8, 5, 1, 2]
     assert propose(started(prompt), prompt).token_ids[0] == 8
+
+
+def test_places_that_agree_and_places_that_do_not_are_told_apart() -> None:
+    """As long as they say the same, each speaks for the next token; one that says otherwise is out from there on."""
+    prompt = [1, 2, 7, 8, 5, 0, 1, 2, 7, 8, 6, 0, 3, 2, 9, 9, 1, 2]
+    proposal = propose(started(prompt), prompt, 4)
+    assert proposal.token_ids == (7, 8, 6, 0)
+    assert [found.agreement for found in proposal.evidence] == ["agreed", "agreed", "split", "alone"]
+    assert [found.num_matched_tokens for found in proposal.evidence] == [2, 3, 4, 5]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 16))
+def test_evidence_is_what_counting_all_places_by_hand_says(text: list[int], num_tokens: int) -> None:
+    index = NgramIndex(SIZES)
+    index.extend(text)
+    match = index.longest_match(text)
+    if match is None:
+        return
+    continuation = match.continuation(num_tokens)
+    for number, found in enumerate(match.evidence(continuation)):
+        said = [
+            text[rival + number]
+            for rival in match.rivals
+            if tuple(text[rival : rival + number]) == continuation[:number] and rival + number < len(text)
+        ]
+        expected = "alone" if not said else "agreed" if set(said) == {continuation[number]} else "split"
+        assert found == Evidence(match.num_matched + number, expected)
+
+
+def test_the_end_of_an_earlier_text_speaks_neither_for_nor_against() -> None:
+    history = History(1000)
+    history.add([1, 2, 3, 4])
+    history.add([1, 2, 3, 4, 5])
+    text = [1, 2, 3, 4]
+    proposal = propose(started([9, *text], history), [9, *text])
+    assert (proposal.token_ids, proposal.evidence) == ((5,), (Evidence(4, "alone"),))
 
 
 def test_emitted_tokens_are_looked_up_too() -> None:
@@ -97,7 +134,7 @@ def test_a_repeated_prompt_drafts_its_old_answer() -> None:
     history.add([*prompt, *answer])
     proposal = propose(started(prompt, history), [*prompt, answer[0]], 16)
     assert proposal.token_ids == tuple(answer[1:17])
-    assert proposal.num_matched_tokens == 21
+    assert proposal.evidence[0] == Evidence(21, "alone")
 
 
 def test_nothing_is_proposed_across_the_end_of_an_earlier_text() -> None:
@@ -143,15 +180,24 @@ def test_the_history_takes_no_more_memory_than_is_counted_for_it() -> None:
     assert taken <= num_tokens * HISTORY_BYTES_PER_TOKEN
 
 
+@pytest.mark.parametrize("agreement", get_args(Agreement))
 @pytest.mark.parametrize("matched", [1, 2, 3, 4, 5, 9, 31])
-def test_acceptance_is_learned_by_the_length_of_the_match(matched: int) -> None:
+def test_acceptance_is_learned_by_what_speaks_for_a_token(matched: int, agreement: Agreement) -> None:
     seen = LookupAcceptance()
-    before = [seen.alpha(number) for number in range(1, 32)]
-    assert before == sorted(before)
+
+    def alphas() -> dict[Evidence, float]:
+        kinds = [Evidence(number, kind) for kind in get_args(Agreement) for number in range(1, 32)]
+        return {kind: seen.alpha(kind) for kind in kinds}
+
+    before, one = alphas(), Evidence(matched, agreement)
+    for kind in get_args(Agreement):
+        by_length = [alpha for found, alpha in before.items() if found.agreement == kind]
+        assert by_length == sorted(by_length)
     for _ in range(100):
-        seen.observe(matched, stands=False)
-    assert seen.alpha(matched) < 0.1
-    assert sum(seen.alpha(number) != old for number, old in zip(range(1, 32), before, strict=True)) < 31
+        seen.observe(one, stands=False)
+    assert seen.alpha(one) < 0.1
+    changed = {found for found, alpha in alphas().items() if alpha != before[found]}
+    assert changed == {found for found in before if lookup_bin(found) == lookup_bin(one)}
     for _ in range(1000):
-        seen.observe(matched, stands=True)
-    assert seen.alpha(matched) > 0.9
+        seen.observe(one, stands=True)
+    assert seen.alpha(one) > 0.9

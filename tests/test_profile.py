@@ -145,6 +145,8 @@ def _any(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
         return _curves()
     if dataclasses.is_dataclass(kind):
         return st.builds(kind, **{name: _any(hint, name) for name, hint in typing.get_type_hints(kind).items()})
+    if typing.get_origin(kind) is typing.Literal:
+        return st.sampled_from(typing.get_args(kind))
     return {str: _texts, int: st.integers(1, 2**62), float: _floats}[kind]
 
 
@@ -376,9 +378,12 @@ def test_no_number_is_anything_but_a_number_that_can_be(path: Path, place: str, 
         ("logit_difference", -1.0),
         ("logit_difference", "small"),
         ("acceptance.lookup", []),
-        ("acceptance.lookup", [{"matched_tokens": 0, "alpha": 0.5, "num_trials": 1}]),
-        ("acceptance.lookup", [{"matched_tokens": 1, "alpha": 1.5, "num_trials": 1}]),
-        ("acceptance.lookup", [{"matched_tokens": 1, "alpha": 0.5}]),
+        ("acceptance.lookup", [{"matched_tokens": 0, "agreement": "alone", "alpha": 0.5, "num_trials": 1}]),
+        ("acceptance.lookup", [{"matched_tokens": 1, "agreement": "alone", "alpha": 1.5, "num_trials": 1}]),
+        ("acceptance.lookup", [{"matched_tokens": 1, "agreement": "nearly", "alpha": 0.5, "num_trials": 1}]),
+        ("acceptance.lookup", [{"matched_tokens": 1, "agreement": [], "alpha": 0.5, "num_trials": 1}]),
+        ("acceptance.lookup", [{"matched_tokens": 1, "alpha": 0.5, "num_trials": 1}]),
+        ("acceptance.lookup", [{"matched_tokens": 1, "agreement": "alone", "alpha": 0.5}]),
     ],
     ids=repr,
 )

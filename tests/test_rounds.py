@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from rakvctl.core.profile import Curve, HardwareProfile
 from rakvctl.core.rounds import RoundCosts, best_prefix, round_choices
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.speculators import AdaptiveSpeculator
-from rakvctl.core.types import Features, Proposal
+from rakvctl.core.types import Agreement, Evidence, Features, Proposal
 from rakvctl.core.verify import GreedyVerifier, Verifier
 from tests.fakes import FakeRuntime
 from tests.profiles import toy_profile
@@ -23,7 +24,9 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 REPEATING = [1, 2, 3, 4, 5, 6, 7, 8] * 4
 
 
-def profile_with(verify_ms: Sequence[float], propose_ms: float = 0.1) -> HardwareProfile:
+def profile_with(
+    verify_ms: Sequence[float], propose_ms: float = 0.1, widths: Sequence[int] = WIDTHS
+) -> HardwareProfile:
     """Rounds of these times by width, at any context; a draft model that takes so long a token."""
     profile = toy_profile()
 
@@ -33,7 +36,7 @@ def profile_with(verify_ms: Sequence[float], propose_ms: float = 0.1) -> Hardwar
 
     assert profile.draft is not None
     propose = curve(WIDTHS[:-1], [propose_ms * size for size in WIDTHS[:-1]])
-    return replace(profile, verify=curve(WIDTHS, verify_ms), draft=replace(profile.draft, propose=propose))
+    return replace(profile, verify=curve(widths, verify_ms), draft=replace(profile.draft, propose=propose))
 
 
 class FixedModel:
@@ -82,7 +85,7 @@ def test_the_least_time_a_token_is_found(verify_ms: list[float], alphas: list[fl
             expected += reached
         return verify_ms[draft_len] / expected
 
-    found, draft_len = best_prefix(verify_ms, len(verify_ms) - 1, alphas.__getitem__)
+    found, draft_len = best_prefix(verify_ms, alphas[: len(verify_ms) - 1])
     assert found == pytest.approx(min(map(rate, range(len(verify_ms)))))
     assert rate(draft_len) == pytest.approx(found)
 
@@ -104,8 +107,9 @@ def test_what_was_not_drafted_is_judged_all_the_same() -> None:
     """trt#12905: a bad stretch never switches drafting off for good."""
     seen = LookupAcceptance()
     for matched in range(1, 40):
-        for _ in range(500):
-            seen.observe(matched, stands=False)
+        for agreement in get_args(Agreement):
+            for _ in range(500):
+                seen.observe(Evidence(matched, agreement), stands=False)
     adaptive = speculator(profile_with([10.0, 11.0, 12.0, 13.0, 14.0, 15.0]), seen)
     adaptive.start(REPEATING, None, 0)
     text, drafted = list(REPEATING), []
@@ -151,13 +155,15 @@ def test_a_draft_model_takes_over_where_nothing_is_found_and_is_left_where_it_fa
 
 
 def test_longer_matches_draft_no_fewer_tokens() -> None:
-    choices = round_choices(profile_with([10.0, 11.0, 12.0, 13.0, 15.0, 20.0]), LookupAcceptance(), 100)
+    choices = round_choices(profile_with([10.0, 12.0, 14.0, 18.0, 26.0, 44.0]), LookupAcceptance(), 100)
     assert choices[0].draft_len == 0
-    lengths = [choice.draft_len for choice in choices]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] > lengths[1]
-    rates = [choice.ms_per_token for choice in choices]
-    assert rates == sorted(rates, reverse=True)
+    for agreement in get_args(Agreement):
+        found = [choice for choice in choices if choice.agreement == agreement]
+        lengths = [choice.draft_len for choice in found]
+        assert lengths == sorted(lengths)
+        assert lengths[-1] > lengths[0]
+        rates = [choices[0].ms_per_token, *(choice.ms_per_token for choice in found)]
+        assert rates == sorted(rates, reverse=True)
 
 
 def test_a_profile_of_very_wide_passes_is_read_in_no_time() -> None:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from typing import get_args
 
 from rich import box
 from rich.table import Table
@@ -10,7 +12,7 @@ from rich.text import Text
 from rakvctl.cli.page import counted, make_table, number, open_page
 from rakvctl.core.cost import CostModel
 from rakvctl.core.rounds import RoundChoice
-from rakvctl.core.types import CostBreakdown, Decision, Features
+from rakvctl.core.types import Agreement, CostBreakdown, Decision, Features
 
 
 def show_costs(decision: Decision, features: Features, costs: CostModel) -> None:
@@ -36,14 +38,23 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
 
 
 def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
-    """What `auto` drafts in a round without a draft model, by how many tokens matched."""
-    table = make_table("", ["matched", "alpha", "k", "ms a token"])
-    for choice in choices:
-        alpha = f"{choice.alpha:.2f}" if choice.num_matched_tokens else "-"
-        table.add_row(str(choice.num_matched_tokens), alpha, str(choice.draft_len), number(choice.ms_per_token))
+    """What `auto` drafts in a round without a draft model, by how many tokens matched and what speaks for the next."""
+    nothing, *found = choices
+    agreements = get_args(Agreement)
+    heads = chain.from_iterable((f"{name}:\nalpha", "k", "ms") for name in agreements)
+    table = make_table("", ["matched", *heads])
+    cells = {
+        (choice.num_matched_tokens, choice.agreement): (
+            f"{choice.alpha:.2f}", str(choice.draft_len), number(choice.ms_per_token)
+        )
+        for choice in found
+    }  # fmt: skip
+    for matched in dict.fromkeys(choice.num_matched_tokens for choice in found):
+        table.add_row(str(matched), *chain.from_iterable(cells[matched, name] for name in agreements))
     with open_page() as page:
         page.print(f"\nOf tokens that it looks up, auto drafts in a round after {context} tokens:")
         page.print(table)
+        page.print(f"Where nothing is found, a token takes {number(nothing.ms_per_token)} ms.")
 
 
 def is_chosen(row: CostBreakdown, decision: Decision) -> bool:

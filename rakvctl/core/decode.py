@@ -97,7 +97,7 @@ def decode(
             _rollback(engine, speculator, committed)
             if speculator is not None:
                 speculator.observe(emitted)
-            is_looked_up = proposal.num_matched_tokens > 0
+            is_looked_up = bool(proposal.evidence)
             yield StepEvent(emitted, len(proposal.token_ids), num_accepted, is_looked_up, is_undecided=not drafts)
     finally:
         _rollback(engine, speculator, committed)

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from rakvctl.core.seams import KVSnapshot
-from rakvctl.core.types import Proposal
+from rakvctl.core.types import Agreement, Evidence, Proposal
 
 if TYPE_CHECKING:
     from rakvctl.core.verify import Verifier
@@ -24,11 +24,15 @@ HISTORY_BYTES_PER_TOKEN = 400
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`num_matched` last tokens of a text also end before `position` of `tokens`."""
+    """`num_matched` last tokens of a text also end before `position` of `tokens`.
+
+    `rivals`: where else in `tokens` the last few of them end.
+    """
 
     num_matched: int
     tokens: list[int]
     position: int
+    rivals: tuple[int, ...]
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
         """What followed there, up to the end of that text; a text that goes on repeats itself from there."""
@@ -36,6 +40,22 @@ class Match:
         if _BREAK in following:
             return tuple(following[: following.index(_BREAK)])
         return tuple(islice(cycle(following), num_tokens))
+
+    def evidence(self, continuation: Sequence[int]) -> tuple[Evidence, ...]:
+        """What speaks for each token of the continuation, given that those before it stand."""
+        found, rivals = [], self.rivals
+        for index, token in enumerate(continuation):
+            said = [(rival, self._token(rival + index)) for rival in rivals]
+            others = [other for _, other in said if other != _BREAK]
+            agreement: Agreement = "split" if others else "alone"
+            if others and all(other == token for other in others):
+                agreement = "agreed"
+            found.append(Evidence(self.num_matched + index, agreement))
+            rivals = tuple(rival for rival, other in said if other == token)
+        return tuple(found)
+
+    def _token(self, position: int) -> int:
+        return self.tokens[position] if position < len(self.tokens) else _BREAK
 
 
 class NgramIndex:
@@ -63,8 +83,8 @@ class NgramIndex:
         for size in reversed(self._sizes):
             ends = self._ends.get(tuple(text[-size:])) if len(text) >= size else None
             if ends:
-                length, end = max((self._num_matched(text, end), end) for end in ends)
-                return Match(length, self.tokens, end)
+                length, best = max((self._num_matched(text, end), end) for end in ends)
+                return Match(length, self.tokens, best, tuple(end for end in ends if end != best))
         return None
 
     def _num_matched(self, text: Sequence[int], end: int) -> int:
@@ -99,7 +119,7 @@ class History:
 
 
 class LookupDrafter:
-    """Proposes what followed the longest earlier match of the last tokens; its length says how much to trust it."""
+    """Proposes what followed the longest earlier match of the last tokens, and says how much speaks for it."""
 
     name = "lookup"
     max_positions = None
@@ -120,7 +140,8 @@ class LookupDrafter:
         best = max((match for match in matches if match), key=lambda match: match.num_matched, default=None)
         if best is None:
             return Proposal(())
-        return Proposal(best.continuation(num_tokens), num_matched_tokens=best.num_matched)
+        continuation = best.continuation(num_tokens)
+        return Proposal(continuation, evidence=best.evidence(continuation))
 
     def rollback(self, length: int) -> None:
         """Only emitted tokens are ever read."""

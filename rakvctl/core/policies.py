@@ -11,7 +11,7 @@ from rakvctl.core.errors import UsageError
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.rounds import RoundCosts
-from rakvctl.core.speculators import AdaptiveSpeculator, FixedSpeculator, Speculator
+from rakvctl.core.speculators import AdaptiveSpeculator, Clock, FixedSpeculator, Speculator
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 if TYPE_CHECKING:
@@ -45,8 +45,13 @@ class Policy(Protocol):
 
     def decide(self, features: Features) -> Decision: ...
 
-    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
-        """Who drafts the tokens of a request that was decided so; None where nobody does."""
+    def speculator(
+        self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
+    ) -> Speculator | None:
+        """Who drafts the tokens of a request that was decided so; None where nobody does.
+
+        `clock`: gives seconds, where what is drafted may depend on how long rounds take.
+        """
         ...
 
 
@@ -70,7 +75,9 @@ class FixedPolicy:
         action = Action(reuse=reuses, draft_len=self.action.draft_len if drafts else 0)
         return Decision(action, self.name, features.drafter if drafts else "none")
 
-    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
+    def speculator(
+        self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
+    ) -> Speculator | None:
         """The drafter, asked for as many tokens every round."""
         return fixed_speculator(decision, drafter)
 
@@ -102,7 +109,9 @@ class RakvPolicy:
         drafter = features.drafter if action.draft_len else "none"
         return Decision(action, self.name, drafter, table, features.alpha, is_probe=probe is not None)
 
-    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
+    def speculator(
+        self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
+    ) -> Speculator | None:
         """The drafter, asked for as many tokens every round."""
         return fixed_speculator(decision, drafter)
 
@@ -141,11 +150,14 @@ class AutoPolicy:
         drafter = f"lookup+{decision.drafter}" if decision.action.draft_len else "lookup"
         return replace(decision, policy=self.name, drafter=drafter)
 
-    def speculator(self, decision: Decision, drafter: "Drafter | None", experience: Experience) -> Speculator | None:
+    def speculator(
+        self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
+    ) -> Speculator | None:
         """Looks up, beside the draft model if it is worth its start."""
         lookup = LookupDrafter(experience.history)
         model = drafter if decision.action.draft_len else None
-        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, RoundCosts(self.costs.profile))
+        costs = RoundCosts(self.costs.profile, experience.round_times if clock is not None else None)
+        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, costs, clock)
 
 
 def _total_ms(row: CostBreakdown) -> float:

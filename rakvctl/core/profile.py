@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from rakvctl.core.types import Agreement
+
 SCHEMA_VERSION = 1
 
 
@@ -120,9 +122,13 @@ class DraftCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupBin:
-    """How often a looked-up token stood, after a match of `matched_tokens` tokens or more, up to the next bin."""
+    """How often a looked-up token stood, after a match of `matched_tokens` tokens or more, up to the next bin.
+
+    `agreement`: as `Evidence` has it.
+    """
 
     matched_tokens: int
+    agreement: Agreement
     alpha: float
     num_trials: int
 

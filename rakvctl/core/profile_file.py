@@ -162,6 +162,11 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
         return tuple(_parse(item, entry, f"{where}[{index}]") for index, entry in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse_fields(kind, value, where)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ValueError(f"{where} is {_brief(value)}, not one of {', '.join(choices)}")
+        return value
     return _parse_scalar(kind, value, where)
 
 

@@ -1,12 +1,13 @@
 """How many tokens a round drafts: what takes the least expected time a token, by what was measured and seen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rakvctl.core.acceptance import LookupAcceptance
 from rakvctl.core.cost import DRAFT_LENS
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.round_times import RoundTimes
+from rakvctl.core.types import Agreement, Evidence
 
 # Times change slowly with the context: they are looked up once for so many positions.
 _CONTEXT_STEP = 64
@@ -15,10 +16,12 @@ _MOST_DRAFT_TOKENS = 64
 
 
 class RoundCosts:
-    """What rounds take, milliseconds, from a profile; kept for the stretch of context at hand."""
+    """What rounds take, milliseconds, from a profile and what was seen since; kept for one stretch of context."""
 
-    def __init__(self, profile: HardwareProfile) -> None:
+    def __init__(self, profile: HardwareProfile, seen: RoundTimes | None = None) -> None:
+        """`seen`: what earlier rounds took, for this one to learn from and to add to."""
         self._profile = profile
+        self._seen = seen or RoundTimes()
         self._stretch = -1
         self._verify_ms: list[float] = []
         self._propose_ms: dict[int, float] = {}
@@ -34,47 +37,51 @@ class RoundCosts:
             draft_lens = range(1, DRAFT_LENS[-1] + 1) if draft else ()
             self._propose_ms = {k: draft.propose.at(k, middle) for k in draft_lens} if draft else {}
             self._stretch = stretch
-        return self._verify_ms, self._propose_ms
+        verify_ms = [ms * self._seen.factor(width) for width, ms in enumerate(self._verify_ms, start=1)]
+        return verify_ms, self._propose_ms
+
+    def observe(self, draft_len: int, actual_ms: float) -> None:
+        """What the round took for which the costs were asked last, without its drafting."""
+        self._seen.observe(draft_len + 1, self._verify_ms[draft_len], actual_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundChoice:
-    """How many looked-up tokens a round drafts after a match of so many, and what a token is then expected to take.
+    """How many looked-up tokens a round drafts where so much speaks for them; what a token is then expected to take.
 
-    `alpha`: the probability that the first of them stands. No match: nothing can be drafted.
+    `alpha`: the probability that the first of them stands. No match: nothing was found, so nothing is drafted.
     """
 
     num_matched_tokens: int
+    agreement: Agreement | None
     alpha: float
     draft_len: int
     ms_per_token: float
 
 
 def round_choices(profile: HardwareProfile, seen: LookupAcceptance, context: int) -> list[RoundChoice]:
-    """What `auto` does at a context where nothing is looked up, and for each bin of matches."""
+    """What `auto` does at a context where nothing is found, and for each bin of what is."""
     costs = RoundCosts(profile)
     verify_ms, _ = costs.at(context)
-    choices = [RoundChoice(0, 0.0, 0, verify_ms[0])]
-    for matched in seen.bins:
-        rate, draft_len = best_prefix(verify_ms, costs.most_draft_tokens, partial(alpha_after, seen, matched))
-        choices.append(RoundChoice(matched, seen.alpha(matched), draft_len, rate))
+    choices = [RoundChoice(0, None, 0.0, 0, verify_ms[0])]
+    for least in seen.bins:
+        # A proposal goes on: all its tokens before one belong to that one's match.
+        matched = range(least.num_matched_tokens, least.num_matched_tokens + costs.most_draft_tokens)
+        alphas = [seen.alpha(Evidence(number, least.agreement)) for number in matched]
+        rate, draft_len = best_prefix(verify_ms, alphas)
+        choices.append(RoundChoice(least.num_matched_tokens, least.agreement, alphas[0], draft_len, rate))
     return choices
 
 
-def alpha_after(seen: LookupAcceptance, num_matched_tokens: int, index: int) -> float:
-    """Of token `index` of a proposal: all those before it belong to its match."""
-    return seen.alpha(num_matched_tokens + index)
-
-
-def best_prefix(verify_ms: Sequence[float], num_tokens: int, alpha: Callable[[int], float]) -> tuple[float, int]:
+def best_prefix(verify_ms: Sequence[float], alphas: Sequence[float]) -> tuple[float, int]:
     """The least milliseconds a token, and the k that gives it, for a proposal that costs nothing.
 
-    `alpha(i)`: the probability that token i of the proposal stands given that those before it did.
+    `alphas`: for each token of the proposal the probability that it stands given that those before it do.
     """
     best_rate, best_len = verify_ms[0], 0
     expected = reached = 1.0
-    for draft_len in range(1, num_tokens + 1):
-        reached *= alpha(draft_len - 1)
+    for draft_len, alpha in enumerate(alphas, start=1):
+        reached *= alpha
         expected += reached
         rate = verify_ms[draft_len] / expected
         if rate < best_rate:

@@ -133,7 +133,9 @@ class Runtime:
         text = TextStream(self._codec, request.sampling.stop, on_text)
         max_new_tokens = plan.features.max_new_tokens
         sequence = Sequence(request, max_new_tokens, text.push)
-        speculator = self._policy.speculator(plan.decision, self._drafter, self._experience)
+        # How far a draft goes decides which random numbers go where, and a seed is to repeat its text.
+        clock = self._clock if request.sampling.temperature == 0 else None
+        speculator = self._policy.speculator(plan.decision, self._drafter, self._experience, clock)
         self._target.reserve(len(prompt) + max_new_tokens)
         logits = prefill(self._target, prompt, plan.match)
         stored_logits = logits.numpy()[-1].copy() if self._uses_store else None

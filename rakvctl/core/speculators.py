@@ -1,14 +1,13 @@
 """Who drafts in a round: always the same drafter, or whoever is expected to be fastest."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, expected_tokens
 from rakvctl.core.lookup import LookupDrafter
-from rakvctl.core.rounds import RoundCosts, alpha_after, best_prefix
+from rakvctl.core.rounds import RoundCosts, best_prefix
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.types import Proposal
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 # What earlier texts say of a draft model counts as so many tokens judged in this one.
 _TEXT_PRIOR_TRIALS = 12.0
 _NOTHING = Proposal(())
+Clock = Callable[[], float]
 
 
 class Speculator(Protocol):
@@ -76,22 +76,31 @@ class FixedSpeculator:
 class AdaptiveSpeculator:
     """Looks tokens up, asks a draft model too if one was started, and takes what is expected to be fastest each round.
 
-    That is min_k (D_k + V_{k+1}) / E_k, where looking up takes no time: D_k = 0. A looked-up token that follows a match
-    of n tokens stands with the probability a_n that was seen for such matches, and the next one then follows a match of
-    n + 1, so E_k = 1 + a_n + a_n a_{n+1} + ... A looked-up proposal is judged by what its round emitted even where
-    nothing was drafted: nothing is ever ruled out for good. The draft model's acceptance is learned within the text.
+    That is min_k (D_k + V_{k+1}) / E_k, where looking up takes no time: D_k = 0. Looked-up tokens stand with the
+    probabilities a_1, a_2, ... that were seen where as much spoke for a token: the next one always has one more before
+    it that matches. So E_k = 1 + a_1 + a_1 a_2 + ... A looked-up proposal is judged by what its round emitted even
+    where nothing was drafted: nothing is ever ruled out for good. The draft model's acceptance is learned within the
+    text, and what a round takes corrects the profile.
     """
 
     def __init__(
-        self, lookup: LookupDrafter, seen: LookupAcceptance, model: "Drafter | None", alpha: float, costs: RoundCosts
+        self,
+        lookup: LookupDrafter,
+        seen: LookupAcceptance,
+        model: "Drafter | None",
+        alpha: float,
+        costs: RoundCosts,
+        clock: Clock | None = None,
     ) -> None:
-        """`alpha`: the draft model's acceptance as far as earlier texts tell."""
+        """`alpha`: the draft model's acceptance as far as earlier texts tell. `clock`: rounds are timed, in seconds."""
         self._lookup = lookup
         self._seen = seen
         self._model = model
         self._model_seen = AcceptanceTracker.from_prior(alpha, _TEXT_PRIOR_TRIALS)
         self._costs = costs
-        self._looked_up = self._modelled = _NOTHING
+        self._clock = clock
+        self._started: float | None = None
+        self._looked_up = self._modelled = self._drafted = _NOTHING
 
     def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
         """Read the prompt."""
@@ -101,12 +110,14 @@ class AdaptiveSpeculator:
 
     def propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         """The looked-up tokens or the first of them, the draft model's, or none."""
+        self._drafted = self._propose(token_ids, room, verifier)
+        self._started = self._clock() if self._clock is not None else None
+        return self._drafted
+
+    def _propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         verify_ms, propose_ms = self._costs.at(len(token_ids))
         self._looked_up = self._lookup.propose(token_ids, min(room, self._costs.most_draft_tokens), verifier)
-        matched = self._looked_up.num_matched_tokens
-        rate, draft_len = best_prefix(
-            verify_ms, len(self._looked_up.token_ids), partial(alpha_after, self._seen, matched)
-        )
+        rate, draft_len = best_prefix(verify_ms, [self._seen.alpha(found) for found in self._looked_up.evidence])
         self._modelled = _NOTHING
         if self._model is not None:
             most, alpha = min(room, _room(self._model, token_ids)), self._model_seen.alpha
@@ -118,15 +129,18 @@ class AdaptiveSpeculator:
 
     def observe(self, emitted: Sequence[int]) -> None:
         """Compare what was drafted, and what was looked up, with what came, up to the first difference."""
+        if self._clock is not None and self._started is not None:
+            self._costs.observe(len(self._drafted.token_ids), (self._clock() - self._started) * 1e3)
         num_drafted = min(len(self._modelled.token_ids), len(emitted))
         num_right = _num_equal(self._modelled.token_ids, emitted)
         self._model_seen = self._model_seen.observe(num_drafted, num_right)
-        matched = self._looked_up.num_matched_tokens
         num_right = _num_equal(self._looked_up.token_ids, emitted)
-        for index in range(min(num_right + 1, len(self._looked_up.token_ids), len(emitted))):
-            self._seen.observe(matched + index, stands=index < num_right)
+        judged = self._looked_up.evidence[: min(num_right + 1, len(emitted))]
+        for index, evidence in enumerate(judged):
+            self._seen.observe(evidence, stands=index < num_right)
         # Where a round does not ask for tokens, there is nothing to compare.
-        self._looked_up = self._modelled = _NOTHING
+        self._looked_up = self._modelled = self._drafted = _NOTHING
+        self._started = None
 
     def rollback(self, length: int) -> None:
         """The draft model's states."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rakvctl.core.seams import KVSnapshot
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length"]
+Agreement = Literal["alone", "agreed", "split"]
 # Prompts are put into the store's buckets by this many first tokens; shorter ones are neither stored nor found.
 BUCKET_TOKENS = 16
 
@@ -69,22 +70,32 @@ class PrefixMatch:
     exact: bool
 
 
+class Evidence(NamedTuple):
+    """What speaks for a looked-up token: how many tokens before it are the same where it was found.
+
+    `agreement`: of the places where they are, it was found in the only one, in all of several, or in some.
+    """
+
+    num_matched_tokens: int
+    agreement: Agreement
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Drafted tokens. `probs` [len(token_ids), vocab_size] are the distributions they were drawn from.
 
-    None stands for a deterministic proposal: each token had probability one. `num_matched_tokens`: how many tokens of
-    the text were looked up to find it, 0 if none were.
+    None stands for a deterministic proposal: each token had probability one. `evidence`: what speaks for each token,
+    if they were looked up.
     """
 
     token_ids: tuple[int, ...]
     probs: "np.ndarray | None" = None
-    num_matched_tokens: int = 0
+    evidence: tuple[Evidence, ...] = ()
 
     def first(self, num_tokens: int) -> "Proposal":
         """The same with its first tokens only."""
         probs = None if self.probs is None else self.probs[:num_tokens]
-        return Proposal(self.token_ids[:num_tokens], probs, self.num_matched_tokens)
+        return Proposal(self.token_ids[:num_tokens], probs, self.evidence[:num_tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from rakvctl.core.profile import LookupBin, MeasuredAcceptance
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import Completion, Request, SamplingParams
+from rakvctl.core.types import Completion, Evidence, Request, SamplingParams
 from rakvctl.core.verify import GreedyVerifier
 from rakvctl.measure.timing import Clock, Progress
 
@@ -62,7 +62,7 @@ def _lookup_bins(prompts: Sequence[tuple[int, ...]], completions: Sequence[Compl
     As in use, earlier prompts and completions are looked up in, too. None where nothing ever matched.
     """
     experience, verifier = Experience(), GreedyVerifier()
-    stood: dict[int, list[bool]] = {}
+    stood: dict[Evidence, list[bool]] = {}
     for prompt, completion in zip(prompts, completions, strict=True):
         drafter = LookupDrafter(experience.history)
         drafter.start(prompt, None, 0)
@@ -70,12 +70,17 @@ def _lookup_bins(prompts: Sequence[tuple[int, ...]], completions: Sequence[Compl
         for token in completion.token_ids:
             proposal = drafter.propose(token_ids, 1, verifier)
             if proposal.token_ids:
-                found = stood.setdefault(lookup_bin(proposal.num_matched_tokens), [])
+                found = stood.setdefault(lookup_bin(proposal.evidence[0]), [])
                 found.append(proposal.token_ids[0] == token)
             token_ids.append(token)
         experience.remember(token_ids)
     bins = (
-        LookupBin(matched_tokens=least, alpha=sum(found) / len(found), num_trials=len(found))
+        LookupBin(
+            matched_tokens=least.num_matched_tokens,
+            agreement=least.agreement,
+            alpha=sum(found) / len(found),
+            num_trials=len(found),
+        )
         for least, found in sorted(stood.items())
     )
     return tuple(bins) or None
