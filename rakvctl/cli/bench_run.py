@@ -10,7 +10,7 @@ from rakvctl.cli.bench import BenchOptions
 from rakvctl.cli.bench import Study as StudyName
 from rakvctl.cli.bench_studies import Finding, Study
 from rakvctl.core.errors import RakvError, UsageError
-from rakvctl.core.loading import RuntimeOptions, load_pair, with_near_tie
+from rakvctl.core.loading import RuntimeOptions, load_pair, with_near_tie, with_successors
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.measure import report
 from rakvctl.measure.ready import fitting_profile
@@ -33,7 +33,7 @@ def run_bench(workloads: Sequence[Workload], runtime_options: RuntimeOptions, op
         raise UsageError("there is no draft model whose acceptance could be varied", "name one with --draft")
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, runtime_options, render.print_note, on_progress)
-    pair = with_near_tie(pair, runtime_options.policy, profile)
+    pair = with_near_tie(with_successors(pair, render.print_note), runtime_options.policy, profile)
     try:
         options.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -13,7 +13,7 @@ from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, Exact
 from rakvctl.cli.page import counted
 from rakvctl.cli.sources import is_typed
 from rakvctl.core.errors import ProfileError, UsageError
-from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable, write_profile
+from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable
 from rakvctl.core.profile_places import default_path, profile_directory
 from rakvctl.core.types import SamplingParams
 from rakvctl.measure.mending import PROFILE_VARIABLE, Choice, calibrate_command, mending
@@ -121,9 +121,9 @@ def _contents(name: str, out: Path | None) -> list[inputs.Content]:
 def _load(choice: Choice) -> "ModelPair":
     """The models, and whatever came with them left out of all collections of garbage to come."""
     gc.disable()
-    from rakvctl.core.loading import RuntimeOptions, load_pair
+    from rakvctl.core.loading import RuntimeOptions, load_pair, with_successors
 
-    pair = load_pair(RuntimeOptions(**asdict(choice)), render.print_note)
+    pair = with_successors(load_pair(RuntimeOptions(**asdict(choice)), render.print_note), render.print_note)
     gc.collect()
     gc.freeze()
     return pair
@@ -135,15 +135,19 @@ def _measure(
     """Measure, write and show; returns where the profile is."""
     from rakvctl.cli import profile_tables
     from rakvctl.measure.calibrate import calibrate as measure
+    from rakvctl.measure.ready import keep
 
     with progress.measuring(shown=True) as on_progress:
         calibration = measure(pair, effort, time.perf_counter, on_progress, prompts)
     path = out or default_path(calibration.profile.fingerprint)
-    write_profile(calibration.profile, path)
+    keep(calibration, path)
+    num_successors = len(calibration.successors)
     if as_json:
-        render.print_json({"path": str(path), "profile": asdict(calibration.profile)})
+        record = {"path": str(path), "successors": num_successors, "profile": asdict(calibration.profile)}
+        render.print_json(record)
     else:
         profile_tables.show_profile(calibration.profile)
+        profile_tables.show_successors(num_successors, pair.codec.vocab_size)
         render.print_line(f"\nWritten to {path}")
     if calibration.noisy:
         point = calibration.noisy[0]

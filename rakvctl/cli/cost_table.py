@@ -40,7 +40,8 @@ def show_costs(decision: Decision, features: Features, costs: CostModel) -> None
 def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
     """What `auto` drafts in a round without a draft model, by how many tokens matched and what speaks for the next."""
     nothing, *found = choices
-    agreements = get_args(Agreement)
+    habit = next(choice for choice in found if choice.agreement == "habit")
+    agreements = [name for name in get_args(Agreement) if name != "habit"]
     heads = chain.from_iterable((f"{name}:\nalpha", "k", "ms") for name in agreements)
     table = make_table("", ["matched", *heads])
     cells = {
@@ -54,7 +55,11 @@ def show_rounds(choices: Sequence[RoundChoice], context: int) -> None:
     with open_page() as page:
         page.print(f"\nOf tokens that it looks up, auto drafts in a round after {context} tokens:")
         page.print(table)
-        page.print(f"Where nothing is found, a token takes {number(nothing.ms_per_token)} ms.")
+        page.print(
+            f"Where nothing is found, a token takes {number(nothing.ms_per_token)} ms, or "
+            f"{number(habit.ms_per_token)} where it is known what mostly follows (alpha {habit.alpha:.2f}, k = "
+            f"{habit.draft_len})."
+        )
 
 
 def is_chosen(row: CostBreakdown, decision: Decision) -> bool:

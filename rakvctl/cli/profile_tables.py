@@ -35,6 +35,12 @@ def show_profile(profile: HardwareProfile) -> None:
         page.print(Text(speculation_verdict(profile), style="bold"))
 
 
+def show_successors(num_tokens: int, vocab_size: int) -> None:
+    """Of how many tokens it is known what mostly follows them."""
+    with open_page() as page:
+        page.print(f"What mostly follows a token is known of {num_tokens:,} of {vocab_size:,}.")
+
+
 def _exactness(profile: HardwareProfile) -> str:
     """Whether a token's logits depend on the pass that computes them."""
     if not profile.logit_difference:

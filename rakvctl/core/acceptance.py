@@ -58,6 +58,7 @@ _LOOKUP_PRIORS: dict[Agreement, tuple[float, ...]] = {
     "alone": (0.30, 0.60, 0.70, 0.75, 0.84, 0.90, 0.94),
     "agreed": (0.59, 0.75, 0.79, 0.93, 0.95, 0.97, 0.99),
     "split": (0.14, 0.25, 0.27, 0.30, 0.40, 0.57, 0.94),
+    "habit": (0.16, 0.14, 0.09, 0.05, 0.05, 0.05, 0.05),
 }
 # As how many judged tokens that counts.
 _LOOKUP_PRIOR_TRIALS = 8.0

@@ -69,6 +69,10 @@ class Engine:
         """Append tokens in one pass; return the logits after each of them, [len(token_ids), vocab_size]."""
         return self._backend.forward(token_ids, num_logits=len(token_ids))
 
+    def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
+        """The best token after `before` and each of `token_ids` alone; [] where the model cannot be asked that way."""
+        return self._backend.likeliest_after(before, token_ids)
+
     def rollback(self, length: int) -> None:
         """Forget all positions from `length` on."""
         self._backend.cache.rollback(length)

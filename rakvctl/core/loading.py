@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.backends import torch_load
 from rakvctl.core.engine import Engine
-from rakvctl.core.errors import ModelError, UsageError
+from rakvctl.core.errors import ModelError, RakvError, UsageError
 from rakvctl.core.exactness import logit_difference
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
@@ -17,6 +17,7 @@ from rakvctl.core.policies import make_policy, policy_needs
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
+from rakvctl.core.successors import read_successors, successors_path
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
 
@@ -83,7 +84,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
         target=pair.target,
         drafter=LookupDrafter(History(0)) if looks_up else pair.drafter(),
         store=PrefixStore(MemoryTier(options.kv_budget_bytes - history_bytes)),
-        policy=make_policy(policy, profile),
+        policy=make_policy(policy, profile, pair.successors),
         experience=initial_experience(profile, history_bytes) if profile else None,
         near_tie=pair.near_tie,
     )
@@ -101,6 +102,16 @@ def with_near_tie(pair: ModelPair, policy: str, profile: HardwareProfile | None)
     drafts = policy_needs(policy).drafter != "unused"
     matters = drafts and pair.target.can_rollback and pair.target.info.dtype != "float32"
     return replace(pair, near_tie=2 * logit_difference(pair.target)) if matters else pair
+
+
+def with_successors(pair: ModelPair, notify: Notify) -> ModelPair:
+    """The pair with what is known of its target's habits; `notify` hears of a file that cannot be used."""
+    try:
+        path = successors_path(pair.target.info.digest)
+        return replace(pair, successors=read_successors(path, pair.codec.vocab_size))
+    except RakvError as error:
+        notify(f"{error.message}; {error.hint}")
+        return pair
 
 
 def load_codec(files: ModelFiles) -> TextCodec:

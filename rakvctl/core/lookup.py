@@ -124,8 +124,10 @@ class LookupDrafter:
     name = "lookup"
     max_positions = None
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, successors: Sequence[int] = ()) -> None:
+        """`successors`: what to propose after each of the first token ids where nothing matches."""
         self._history = history
+        self._successors = successors
         self._own = NgramIndex(_OWN_SIZES)
 
     def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
@@ -134,14 +136,22 @@ class LookupDrafter:
         self._own.extend(prompt_token_ids)
 
     def propose(self, token_ids: Sequence[int], num_tokens: int, verifier: "Verifier") -> Proposal:
-        """Up to `num_tokens` tokens, none where nothing matches."""
+        """Up to `num_tokens` tokens; what mostly follows the last one where nothing matches."""
         self._own.extend(token_ids[len(self._own.tokens) :])
         matches = [self._own.longest_match(token_ids), self._history.longest_match(token_ids)]
         best = max((match for match in matches if match), key=lambda match: match.num_matched, default=None)
         if best is None:
-            return Proposal(())
+            return self._habit(token_ids[-1], num_tokens)
         continuation = best.continuation(num_tokens)
         return Proposal(continuation, evidence=best.evidence(continuation))
+
+    def _habit(self, token: int, num_tokens: int) -> Proposal:
+        """The successor of a token, that one's, and so on, as far as they are known."""
+        chain: list[int] = []
+        while len(chain) < num_tokens and token < len(self._successors):
+            token = self._successors[token]
+            chain.append(token)
+        return Proposal(tuple(chain), evidence=tuple(Evidence(1 + index, "habit") for index in range(len(chain))))
 
     def rollback(self, length: int) -> None:
         """Only emitted tokens are ever read."""

@@ -14,6 +14,7 @@ class ModelPair:
     """A target, its tokenizer, and a draft model if there is one. The names are the user's.
 
     `near_tie`: how close two tokens of the target must be for only a pass over one token to choose between them.
+    `successors`: what mostly follows each of its first token ids, as far as that is known.
     """
 
     codec: TextCodec
@@ -22,6 +23,7 @@ class ModelPair:
     draft: Engine | None = None
     draft_name: str = ""
     near_tie: float = 0.0
+    successors: tuple[int, ...] = ()
 
     def drafter(self) -> Drafter | None:
         """The draft model as a drafter, with nothing drafted yet."""

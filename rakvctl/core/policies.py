@@ -140,6 +140,7 @@ class AutoPolicy:
     """
 
     costs: CostModel
+    successors: tuple[int, ...] = ()
     name: str = "auto"
     needs: Needs = _AUTO_NEEDS
 
@@ -154,7 +155,7 @@ class AutoPolicy:
         self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
     ) -> Speculator | None:
         """Looks up, beside the draft model if it is worth its start."""
-        lookup = LookupDrafter(experience.history)
+        lookup = LookupDrafter(experience.history, self.successors)
         model = drafter if decision.action.draft_len else None
         costs = RoundCosts(self.costs.profile, experience.round_times if clock is not None else None)
         return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, costs, clock)
@@ -170,14 +171,14 @@ def policy_needs(name: str) -> Needs:
     return reckoning.get(name) or _fixed_policy(name).needs
 
 
-def make_policy(name: str, profile: HardwareProfile | None = None) -> Policy:
+def make_policy(name: str, profile: HardwareProfile | None = None, successors: tuple[int, ...] = ()) -> Policy:
     """Look a policy up by name: `ar`, `kv`, `spec-K`, `joint-K`, or `auto` and `rakv`, which need a profile.
 
-    Raises UsageError for any other.
+    `successors`: what mostly follows each of the first token ids, for `auto`. Raises UsageError for any other name.
     """
     if name in ("rakv", "auto"):
         assert profile is not None, "a policy that reckons is made with a profile"
-        return (RakvPolicy if name == "rakv" else AutoPolicy)(CostModel(profile))
+        return RakvPolicy(CostModel(profile)) if name == "rakv" else AutoPolicy(CostModel(profile), successors)
     return _fixed_policy(name)
 
 

@@ -9,11 +9,16 @@ from rakvctl.core.profile import Fingerprint
 from rakvctl.core.profile_file import read_fingerprint
 
 
-def profile_directory() -> Path:
-    """Where the user's profiles are kept."""
+def data_directory() -> Path:
+    """Where all that was found out about the user's machine and models is kept."""
     import platformdirs
 
-    return platformdirs.user_data_path("rakvctl") / "profiles"
+    return platformdirs.user_data_path("rakvctl")
+
+
+def profile_directory() -> Path:
+    """Where the user's profiles are kept."""
+    return data_directory() / "profiles"
 
 
 def default_path(fingerprint: Fingerprint) -> Path:

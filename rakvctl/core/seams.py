@@ -124,6 +124,13 @@ class Backend(Protocol):
         """Wait until all work handed to the device is done."""
         ...
 
+    def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
+        """The best token after `before` and each of `token_ids` alone, in one pass; [] where a model cannot do that.
+
+        The cache is left as it is.
+        """
+        ...
+
     def forward(self, token_ids: Sequence[int], num_logits: int) -> Logits:
         """Run the tokens after what is cached; return the logits of the last `num_logits` of them."""
         ...

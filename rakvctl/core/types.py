@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length"]
-Agreement = Literal["alone", "agreed", "split"]
+Agreement = Literal["alone", "agreed", "split", "habit"]
 # Prompts are put into the store's buckets by this many first tokens; shorter ones are neither stored nor found.
 BUCKET_TOKENS = 16
 
@@ -73,7 +73,8 @@ class PrefixMatch:
 class Evidence(NamedTuple):
     """What speaks for a looked-up token: how many tokens before it are the same where it was found.
 
-    `agreement`: of the places where they are, it was found in the only one, in all of several, or in some.
+    `agreement`: of the places where they are, it was found in the only one, in all of several, or in some; or it was
+    found nowhere, and is what the target mostly says after the token before it.
     """
 
     num_matched_tokens: int

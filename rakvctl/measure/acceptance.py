@@ -46,7 +46,9 @@ def measure_acceptance(
             break
     accepted, judged = count_judged(completions)
     return MeasuredAcceptance(
-        alpha=accepted / judged if judged else 0.0, num_trials=judged, lookup=_lookup_bins(fitting, completions)
+        alpha=accepted / judged if judged else 0.0,
+        num_trials=judged,
+        lookup=_lookup_bins(fitting, completions, pair.successors),
     )
 
 
@@ -56,7 +58,9 @@ def _fits(pair: ModelPair, prompt: tuple[int, ...]) -> bool:
     return all(limit is None or len(prompt) < limit for limit in limits)
 
 
-def _lookup_bins(prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion]) -> tuple[LookupBin, ...] | None:
+def _lookup_bins(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], successors: Sequence[int]
+) -> tuple[LookupBin, ...] | None:
     """What looking up would have proposed for each token of the completions, and whether it was that one.
 
     As in use, earlier prompts and completions are looked up in, too. None where nothing ever matched.
@@ -64,7 +68,7 @@ def _lookup_bins(prompts: Sequence[tuple[int, ...]], completions: Sequence[Compl
     experience, verifier = Experience(), GreedyVerifier()
     stood: dict[Evidence, list[bool]] = {}
     for prompt, completion in zip(prompts, completions, strict=True):
-        drafter = LookupDrafter(experience.history)
+        drafter = LookupDrafter(experience.history, successors)
         drafter.start(prompt, None, 0)
         token_ids = list(prompt)
         for token in completion.token_ids:

@@ -81,7 +81,7 @@ class PolicyArm:
         self._pair = pair
         lookup = _LOOKUP.fullmatch(name)
         self._looks_up = lookup is not None
-        self._policy = make_policy(f"spec-{lookup['draft_len']}" if lookup else name, profile)
+        self._policy = make_policy(f"spec-{lookup['draft_len']}" if lookup else name, profile, pair.successors)
         self._experience = initial_experience(profile) if profile is not None else Experience()
         self._clock = clock
 

@@ -20,21 +20,26 @@ from rakvctl.measure.acceptance import measure_acceptance
 from rakvctl.measure.grid import Grid, choose_grid
 from rakvctl.measure.probes import BANDWIDTH_BYTES, ProbeBench, Role
 from rakvctl.measure.statistics import mape_percent, spearman
+from rakvctl.measure.successors import measure_successors
 from rakvctl.measure.tasks import encode
 from rakvctl.measure.timing import Clock, Effort, Point, Probe, Progress, Spread, time_probes
 from rakvctl.measure.workloads import OWN, load_workload
 
 # One pass over all prefills may take this share of the time there is, so that there can be several.
 _PASS_SHARE = 0.15
-# Of the time there is, the acceptance and the held-out probes get a share each, the curves the rest.
-_ACCEPTANCE_SHARE, _HELD_OUT_SHARE = 0.2, 0.1
+# What else the time there is goes to, at most.
+_SUCCESSORS_SHARE, _ACCEPTANCE_SHARE, _CURVES_SHARE, _HELD_OUT_SHARE = 0.2, 0.15, 0.55, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and the points whose times varied so much that other programs may have been at work."""
+    """A profile, what mostly follows each of the target's first token ids, and the points whose times varied much.
+
+    So much that other programs may have been at work.
+    """
 
     profile: HardwareProfile
+    successors: tuple[int, ...]
     noisy: tuple[Point, ...]
 
 
@@ -54,9 +59,11 @@ def calibrate(
     bench = ProbeBench(pair, grid.num_positions, clock)
     roles: list[Role] = ["target", "draft"] if pair.draft is not None else ["target"]
 
+    successors = measure_successors(pair, _SUCCESSORS_SHARE * effort.budget_s, clock, on_progress)
+    pair = replace(pair, successors=successors)
     acceptance = _acceptance(pair, prompts, _ACCEPTANCE_SHARE * effort.budget_s, clock, on_progress)
     spreads = time_probes(
-        list(_probes(bench, roles, grid)), effort.share(1 - _ACCEPTANCE_SHARE - _HELD_OUT_SHARE), clock,
+        list(_probes(bench, roles, grid)), effort.share(_CURVES_SHARE), clock,
         lambda share: on_progress("measuring", share),
     )  # fmt: skip
     held_out = time_probes(
@@ -78,7 +85,8 @@ def calibrate(
         fit=_fit(curves, held_out),
         logit_difference=logit_difference(pair.target),
     )
-    return Calibration(profile, tuple(sorted(point for point, spread in spreads.items() if _is_noisy(point, spread))))
+    noisy = sorted(point for point, spread in spreads.items() if _is_noisy(point, spread))
+    return Calibration(profile, successors, tuple(noisy))
 
 
 def _acceptance(

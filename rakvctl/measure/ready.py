@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rakvctl.core.errors import RakvError
-from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
+from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime, with_successors
 from rakvctl.core.models import Notify
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import policy_needs
@@ -13,7 +13,8 @@ from rakvctl.core.profile import HardwareProfile, field_label, foreign_fields
 from rakvctl.core.profile_file import read_profile, refuse_foreign, write_profile
 from rakvctl.core.profile_places import default_path
 from rakvctl.core.runtime import Runtime
-from rakvctl.measure.calibrate import calibrate
+from rakvctl.core.successors import successors_path, write_successors
+from rakvctl.measure.calibrate import Calibration, calibrate
 from rakvctl.measure.mending import calibrate_command, mending
 from rakvctl.measure.timing import Effort, Progress
 
@@ -30,7 +31,8 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
         return make_runtime(pair, options, None)
     if not pair.target.can_rollback:
         return make_runtime(pair, replace(options, policy="ar"), None)
-    return make_runtime(pair, options, fitting_profile(pair, options, notify, on_progress))
+    profile = fitting_profile(pair, options, notify, on_progress)
+    return make_runtime(with_successors(pair, notify), options, profile)
 
 
 def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on_progress: Progress) -> HardwareProfile:
@@ -62,7 +64,8 @@ def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on
 def _measured_now(
     pair: ModelPair, options: RuntimeOptions, path: Path, notify: Notify, on_progress: Progress
 ) -> HardwareProfile:
-    """A quick profile, kept where it can be."""
+    """A quick profile, and what mostly follows frequent tokens, kept where they can be."""
+    pair = with_successors(pair, notify)
     calibration = calibrate(pair, Effort(budget_s=QUICK_SECONDS), time.perf_counter, on_progress)
     if calibration.noisy:
         notify(
@@ -70,7 +73,17 @@ def _measured_now(
             f"then run: {calibrate_command(options)}"
         )
     try:
-        write_profile(calibration.profile, path)
+        keep(calibration, path)
     except RakvError as error:
         notify(f"{error.message}; the next run will measure again")
     return calibration.profile
+
+
+def keep(calibration: Calibration, path: Path) -> None:
+    """Write the profile to `path`, and what was found of the target's habits to the place for its checkpoint.
+
+    Raises ProfileError or RakvError where that cannot be.
+    """
+    write_profile(calibration.profile, path)
+    if calibration.successors:
+        write_successors(successors_path(calibration.profile.fingerprint.target_digest), calibration.successors)

@@ -192,9 +192,16 @@ class FakeBackend:
         length = self.cache.length
         return FakeLogits(np.stack([self._scores(end) for end in range(length - num_logits + 1, length + 1)]))
 
+    def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
+        """As if each stood in a text of two; takes as long as any pass."""
+        self._clock.advance(self._costs.forward_ms(len(token_ids), 0))
+        return [int(self._scores_after([before, token]).argmax()) for token in token_ids]
+
     def _scores(self, end: int) -> np.ndarray:
         """Scores after the first `end` cached tokens, [vocab_size] float32."""
-        ids = self.cache.token_ids[max(0, end - self._context) : end]
+        return self._scores_after(self.cache.token_ids[max(0, end - self._context) : end])
+
+    def _scores_after(self, ids: list[int]) -> np.ndarray:
         scores = self._draw("target", ids) + self._noise * self._draw("draft", ids)
         return scores.astype(np.float32)
 

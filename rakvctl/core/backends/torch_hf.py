@@ -160,6 +160,28 @@ class TorchBackend:
         self._cache.commit(len(token_ids))
         return TorchLogits(output.logits[0, -num_logits:, : self._vocab_size])
 
+    @torch.inference_mode()
+    def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
+        """One pass over all of them, in which each is the second position and sees the first and itself only."""
+        if not self.can_rollback or not _takes_any_mask(self._model):
+            return []
+        device, num_tokens = self._model.device, len(token_ids) + 1
+        positions = torch.ones(1, num_tokens, dtype=torch.int64, device=device)
+        positions[0, 0] = 0
+        hidden = torch.full((num_tokens, num_tokens), torch.finfo(self._model.dtype).min, dtype=self._model.dtype)
+        mask = hidden.fill_diagonal_(0.0).index_fill_(1, torch.tensor(0), 0.0).to(device)
+        ids = torch.tensor([[before, *token_ids]], dtype=torch.int64, device=device)
+        output = self._model(
+            input_ids=ids, position_ids=positions, attention_mask=mask[None, None], use_cache=False, logits_to_keep=0
+        )
+        return TorchLogits(output.logits[0, 1:, : self._vocab_size]).argmax()
+
+
+def _takes_any_mask(model: Any) -> bool:
+    """Whether a pass may be told which positions see which, and where each one stands."""
+    kinds = (INVARIANT_ATTENTION, "sdpa", "eager")
+    return model.config._attn_implementation in kinds and "position_ids" in inspect.signature(model.forward).parameters
+
 
 def _cache_argument(model: Any) -> str:
     """The name by which this model's forward takes its cache: it changed over the versions of transformers."""
