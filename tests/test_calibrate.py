@@ -21,7 +21,7 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import Needs, RakvPolicy, fixed_speculator, make_policy
 from rakvctl.core.profile import Curve, HardwareProfile
 from rakvctl.core.runtime import Runtime
-from rakvctl.core.speculators import Speculator
+from rakvctl.core.speculators import Clock, Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
@@ -290,7 +290,9 @@ class Forced:
         drafter = features.drafter if self.action.draft_len else "none"
         return Decision(self.action, self.name, drafter, table, features.alpha)
 
-    def speculator(self, decision: Decision, drafter: Drafter | None, experience: Experience) -> Speculator | None:
+    def speculator(
+        self, decision: Decision, drafter: Drafter | None, experience: Experience, clock: Clock | None = None
+    ) -> Speculator | None:
         return fixed_speculator(decision, drafter)
 
 

@@ -33,14 +33,14 @@ _SUCCESSORS_SHARE, _ACCEPTANCE_SHARE, _CURVES_SHARE, _HELD_OUT_SHARE = 0.2, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, what mostly follows each of the target's first token ids, and the points whose times varied much.
+    """A profile, and the points whose times varied so much that other programs may have been at work.
 
-    So much that other programs may have been at work.
+    `successors`: what mostly follows each of the target's first token ids.
     """
 
     profile: HardwareProfile
-    successors: tuple[int, ...]
     noisy: tuple[Point, ...]
+    successors: tuple[int, ...] = ()
 
 
 def calibrate(
@@ -86,7 +86,7 @@ def calibrate(
         logit_difference=logit_difference(pair.target),
     )
     noisy = sorted(point for point, spread in spreads.items() if _is_noisy(point, spread))
-    return Calibration(profile, successors, tuple(noisy))
+    return Calibration(profile, tuple(noisy), successors)
 
 
 def _acceptance(
