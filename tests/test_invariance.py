@@ -111,3 +111,33 @@ def test_an_encoder_that_would_score_nonsense_with_a_cache_is_refused(tmp_path: 
     files = ModelFiles("test", save_checkpoint(tmp_path, AutoModelForCausalLM.from_config(config)))
     with pytest.raises(ModelError, match="computes something else"):
         load_backend(files, "cpu", "float32", VOCAB_SIZE)
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(96, size, bias=bias) for size in (96, 32, 32))
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.q_proj(states), self.k_proj(states), self.v_proj(states)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_layers_of_one_input_are_computed_together_and_give_what_they_gave(bias: bool) -> None:
+    model, reference = _Block(bias), _Block(bias)
+    packed.pack_linears(model)
+    assert sum(isinstance(module, packed.PackedLinear) for module in _reachable(model)) == 1
+    for rows in (1, 2, 7):
+        for states in torch.randn(3, 1, rows, 96):
+            for ours, theirs in zip(model(states), reference(states), strict=True):
+                torch.testing.assert_close(ours, theirs)
+    alone = torch.randn(1, 4, 96)
+    torch.testing.assert_close(model.v_proj(alone), reference.v_proj(alone))
+    torch.testing.assert_close(model.v_proj(alone), reference.v_proj(alone))
+
+
+def _reachable(model: torch.nn.Module) -> set[torch.nn.Module]:
+    parts = [module for module in model.modules() if isinstance(module, packed._Part)]
+    return {*model.modules(), *(part._together._layer for part in parts)}
