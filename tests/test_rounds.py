@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rakvctl.core.acceptance import LookupAcceptance
+from rakvctl.core.acceptance import LookupAcceptance, NearTies, expected_tokens
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.policies import make_policy
 from rakvctl.core.profile import Curve, HardwareProfile
@@ -88,6 +88,32 @@ def test_the_least_time_a_token_is_found(verify_ms: list[float], alphas: list[fl
     found, draft_len = best_prefix(verify_ms, alphas[: len(verify_ms) - 1])
     assert found == pytest.approx(min(map(rate, range(len(verify_ms)))))
     assert rate(draft_len) == pytest.approx(found)
+
+
+def test_what_a_pass_leaves_undecided_counts_as_not_emitted() -> None:
+    """Of ten positions one is a near tie: two drafted tokens that always stand give 0.9 + 0.81 + 0.729 tokens."""
+    rate, draft_len = best_prefix([10.0, 11.0, 12.0], [1.0, 1.0], share_decided=0.9)
+    assert (rate, draft_len) == (pytest.approx(12.0 / (0.9 + 0.81 + 0.729)), 2)
+    assert best_prefix([10.0, 11.0, 12.0], [1.0, 1.0], share_decided=0.5) == (10.0, 0)
+    assert expected_tokens(0.5, 2, 0.9) == pytest.approx(0.9 + 0.5 * 0.81 + 0.25 * 0.729)
+    assert expected_tokens(0.5, 0, 0.9) == 1.0
+
+
+def test_where_near_ties_are_frequent_only_what_is_nearly_sure_is_drafted() -> None:
+    ties = NearTies()
+    profile, seen = profile_with([10.0, 10.5, 11.0, 12.0, 14.0, 18.0]), LookupAcceptance()
+    adaptive = AdaptiveSpeculator(LookupDrafter(History(0)), seen, None, 0.5, RoundCosts(profile), ties=ties)
+    text = [5, 6, 7, 5]
+    adaptive.start(text, None, 0)
+    assert propose(adaptive, text).token_ids
+    for _ in range(60):
+        ties.observe(0, is_undecided=True)
+        ties.observe(1, is_undecided=False)
+    assert propose(adaptive, text).token_ids == ()
+    assert ties.share_decided == pytest.approx(0.5, abs=0.1)
+    for _ in range(2000):
+        ties.observe(1, is_undecided=False)
+    assert propose(adaptive, text).token_ids
 
 
 def test_where_a_wider_pass_costs_nothing_all_of_the_proposal_is_drafted() -> None:

@@ -101,6 +101,25 @@ def lookup_bin(evidence: Evidence) -> Evidence:
     return Evidence(_MATCHED_TOKENS[index], evidence.agreement)
 
 
+class NearTies:
+    """How often a pass over several tokens decides about a position, and does not leave it to a plain step.
+
+    Always, where logits do not depend on the pass.
+    """
+
+    def __init__(self) -> None:
+        self._decided = AcceptanceTracker.from_prior(1.0, _PRIOR_TRIALS)
+
+    @property
+    def share_decided(self) -> float:
+        """The probability in force, between 0 and 1."""
+        return self._decided.alpha
+
+    def observe(self, num_decided: int, *, is_undecided: bool) -> None:
+        """Learn from a round that drafted: how many positions it decided about, and whether it left the next one."""
+        self._decided = self._decided.observe(num_decided + is_undecided, num_decided)
+
+
 class Experience:
     """What the requests so far have taught: acceptance, times of rounds, how long texts get, what probing may take.
 
@@ -118,6 +137,7 @@ class Experience:
         """`history_tokens`: how many tokens of earlier texts are kept to look up in."""
         self.lookups = lookups or LookupAcceptance()
         self.round_times = RoundTimes()
+        self.near_ties = NearTies()
         self._history_tokens = history_tokens
         self.forget_texts()
         self._tracker = AcceptanceTracker.from_prior(prior_alpha, _PRIOR_TRIALS)
@@ -182,9 +202,11 @@ def count_judged(completions: Iterable[Completion]) -> tuple[int, int]:
     return sum(event.num_accepted_tokens for event in events), sum(event.num_judged_tokens for event in events)
 
 
-def expected_tokens(alpha: float, draft_len: int) -> float:
+def expected_tokens(alpha: float, draft_len: int, share_decided: float = 1.0) -> float:
     """E_k(alpha) = 1 + alpha + ... + alpha^k, the tokens a round emits, the target's own included.
 
-    Leviathan et al. 2023, equation 1.
+    Leviathan et al. 2023, equation 1. `share_decided`: a round ends before a position that it does not decide about.
     """
-    return sum(alpha**power for power in range(draft_len + 1))
+    if draft_len == 0:
+        return 1.0
+    return sum(alpha**power * share_decided ** (power + 1) for power in range(draft_len + 1))

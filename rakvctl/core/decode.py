@@ -96,7 +96,7 @@ def decode(
             committed = length + num_accepted - (not drafts)
             _rollback(engine, speculator, committed)
             if speculator is not None:
-                speculator.observe(emitted)
+                speculator.observe(emitted, is_undecided=not drafts)
             is_looked_up = bool(proposal.evidence)
             yield StepEvent(emitted, len(proposal.token_ids), num_accepted, is_looked_up, is_undecided=not drafts)
     finally:

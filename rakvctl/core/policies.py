@@ -157,8 +157,9 @@ class AutoPolicy:
         """Looks up, beside the draft model if it is worth its start."""
         lookup = LookupDrafter(experience.history, self.successors)
         model = drafter if decision.action.draft_len else None
+        ties = experience.near_ties
         costs = RoundCosts(self.costs.profile, experience.round_times if clock is not None else None)
-        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, costs, clock)
+        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, costs, clock, ties)
 
 
 def _total_ms(row: CostBreakdown) -> float:

@@ -73,15 +73,16 @@ def round_choices(profile: HardwareProfile, seen: LookupAcceptance, context: int
     return choices
 
 
-def best_prefix(verify_ms: Sequence[float], alphas: Sequence[float]) -> tuple[float, int]:
+def best_prefix(verify_ms: Sequence[float], alphas: Sequence[float], share_decided: float = 1.0) -> tuple[float, int]:
     """The least milliseconds a token, and the k that gives it, for a proposal that costs nothing.
 
     `alphas`: for each token of the proposal the probability that it stands given that those before it do.
+    `share_decided`: that a pass over several tokens decides about a position; a plain one always does.
     """
     best_rate, best_len = verify_ms[0], 0
-    expected = reached = 1.0
+    expected = reached = share_decided
     for draft_len, alpha in enumerate(alphas, start=1):
-        reached *= alpha
+        reached *= alpha * share_decided
         expected += reached
         rate = verify_ms[draft_len] / expected
         if rate < best_rate:

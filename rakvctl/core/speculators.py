@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, expected_tokens
+from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, NearTies, expected_tokens
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.rounds import RoundCosts, best_prefix
 from rakvctl.core.seams import KVSnapshot
@@ -32,8 +32,8 @@ class Speculator(Protocol):
         """At most `room` tokens to follow `token_ids`; none where a plain step is best."""
         ...
 
-    def observe(self, emitted: Sequence[int]) -> None:
-        """Learn what the round emitted."""
+    def observe(self, emitted: Sequence[int], *, is_undecided: bool = False) -> None:
+        """Learn what the round emitted, and whether it left the next token to a plain step."""
         ...
 
     def rollback(self, length: int) -> None:
@@ -61,7 +61,7 @@ class FixedSpeculator:
         num_tokens = min(self.draft_len, room, _room(self.drafter, token_ids))
         return self.drafter.propose(token_ids, num_tokens, verifier) if num_tokens > 0 else _NOTHING
 
-    def observe(self, emitted: Sequence[int]) -> None:
+    def observe(self, emitted: Sequence[int], *, is_undecided: bool = False) -> None:
         """Nothing depends on it."""
 
     def rollback(self, length: int) -> None:
@@ -78,9 +78,9 @@ class AdaptiveSpeculator:
 
     That is min_k (D_k + V_{k+1}) / E_k, where looking up takes no time: D_k = 0. Looked-up tokens stand with the
     probabilities a_1, a_2, ... that were seen where as much spoke for a token: the next one always has one more before
-    it that matches. So E_k = 1 + a_1 + a_1 a_2 + ... A looked-up proposal is judged by what its round emitted even
-    where nothing was drafted: nothing is ever ruled out for good. The draft model's acceptance is learned within the
-    text, and what a round takes corrects the profile.
+    it that matches. So E_k = 1 + a_1 + a_1 a_2 + ..., and less where a wide pass leaves near ties to plain steps. A
+    looked-up proposal is judged by what its round emitted even where nothing was drafted: nothing is ever ruled out for
+    good. The draft model's acceptance is learned within the text, and what a round takes corrects the profile.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class AdaptiveSpeculator:
         alpha: float,
         costs: RoundCosts,
         clock: Clock | None = None,
+        ties: NearTies | None = None,
     ) -> None:
         """`alpha`: the draft model's acceptance as far as earlier texts tell. `clock`: rounds are timed, in seconds."""
         self._lookup = lookup
@@ -99,6 +100,7 @@ class AdaptiveSpeculator:
         self._model_seen = AcceptanceTracker.from_prior(alpha, _TEXT_PRIOR_TRIALS)
         self._costs = costs
         self._clock = clock
+        self._ties = ties or NearTies()
         self._started: float | None = None
         self._looked_up = self._modelled = self._drafted = _NOTHING
 
@@ -117,20 +119,26 @@ class AdaptiveSpeculator:
     def _propose(self, token_ids: Sequence[int], room: int, verifier: "Verifier") -> Proposal:
         verify_ms, propose_ms = self._costs.at(len(token_ids))
         self._looked_up = self._lookup.propose(token_ids, min(room, self._costs.most_draft_tokens), verifier)
-        rate, draft_len = best_prefix(verify_ms, [self._seen.alpha(found) for found in self._looked_up.evidence])
+        decided = self._ties.share_decided
+        alphas = [self._seen.alpha(found) for found in self._looked_up.evidence]
+        rate, draft_len = best_prefix(verify_ms, alphas, decided)
         self._modelled = _NOTHING
         if self._model is not None:
             most, alpha = min(room, _room(self._model, token_ids)), self._model_seen.alpha
-            rates = {(ms + verify_ms[k]) / expected_tokens(alpha, k): k for k, ms in propose_ms.items() if k <= most}
+            rates = {
+                (ms + verify_ms[k]) / expected_tokens(alpha, k, decided): k for k, ms in propose_ms.items() if k <= most
+            }
             if rates and min(rates) < rate:
                 self._modelled = self._model.propose(token_ids, rates[min(rates)], verifier)
                 return self._modelled
         return self._looked_up.first(draft_len)
 
-    def observe(self, emitted: Sequence[int]) -> None:
+    def observe(self, emitted: Sequence[int], *, is_undecided: bool = False) -> None:
         """Compare what was drafted, and what was looked up, with what came, up to the first difference."""
         if self._clock is not None and self._started is not None:
             self._costs.observe(len(self._drafted.token_ids), (self._clock() - self._started) * 1e3)
+        if self._drafted.token_ids:
+            self._ties.observe(len(emitted), is_undecided=is_undecided)
         num_drafted = min(len(self._modelled.token_ids), len(emitted))
         num_right = _num_equal(self._modelled.token_ids, emitted)
         self._model_seen = self._model_seen.observe(num_drafted, num_right)
