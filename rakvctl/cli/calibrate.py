@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rakvctl.cli import inputs, outputs, progress, render
-from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, Exact, InputFormat, Profile, Target, Threads
+from rakvctl.cli.options import (
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    DtypeOption,
+    Exact,
+    InputFormat,
+    KVDir,
+    Profile,
+    Target,
+    Threads,
+)
 from rakvctl.cli.page import counted
 from rakvctl.cli.sources import is_typed
 from rakvctl.core.errors import ProfileError, UsageError
@@ -36,6 +48,7 @@ def calibrate(
     threads: Threads = None,
     profile: Profile = "auto",
     exact: Exact = False,
+    kv_dir: KVDir = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +109,7 @@ def calibrate(
     choice = Choice(
         target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile, exact=exact
     )
-    pair = _load(choice)
+    pair = _load(choice, kv_dir)
     if check:
         with mending(choice):
             return _check(pair, choice, budget, as_json)
@@ -118,12 +131,14 @@ def _contents(name: str, out: Path | None) -> list[inputs.Content]:
     return [inputs.readable(prompt).content for prompt in source.prompts]
 
 
-def _load(choice: Choice) -> "ModelPair":
+def _load(choice: Choice, kv_dir: Path | None) -> "ModelPair":
     """The models, and whatever came with them left out of all collections of garbage to come."""
     gc.disable()
     from rakvctl.core.loading import RuntimeOptions, load_pair, with_successors
 
-    pair = with_successors(load_pair(RuntimeOptions(**asdict(choice)), render.print_note), render.print_note)
+    pair = with_successors(
+        load_pair(RuntimeOptions(**asdict(choice), kv_dir=kv_dir), render.print_note), render.print_note
+    )
     gc.collect()
     gc.freeze()
     return pair

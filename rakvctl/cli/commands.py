@@ -15,6 +15,7 @@ from rakvctl.cli.bench import bench
 from rakvctl.cli.calibrate import calibrate
 from rakvctl.cli.explain import explain
 from rakvctl.cli.generate_command import generate
+from rakvctl.cli.kv import kv
 from rakvctl.core.errors import RakvError, first_line
 
 _INTERRUPTED = 130
@@ -40,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, calibrate, explain, bench):
+for command in (generate, calibrate, explain, bench, kv):
     app.command()(_until_the_pipe_closes(command))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rakvctl.cli import cost_table, inputs, progress, render
-from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
+from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, KVDir, Profile, Target, Threads
 from rakvctl.cli.sources import is_default
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
@@ -36,6 +36,7 @@ def explain(
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
     profile: Profile = "auto",
+    kv_dir: KVDir = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +80,7 @@ def explain(
         features = described(measured, prompt_tokens, cached, max_new_tokens)
     else:
         max_new_tokens = max(1, max_new_tokens)
-        measured, features = _plan(prompt, choice, SamplingParams(max_new_tokens=max_new_tokens))
+        measured, features = _plan(prompt, choice, kv_dir, SamplingParams(max_new_tokens=max_new_tokens))
     if features.max_new_tokens < max_new_tokens:
         render.print_note(f"after this prompt the model has positions for {features.max_new_tokens} new tokens")
     if alpha is not None:
@@ -128,14 +129,16 @@ def _content(argument: str | None, sampling: SamplingParams) -> inputs.Content:
     return inputs.readable(next(source.prompts)).content
 
 
-def _plan(argument: str | None, choice: Choice, sampling: SamplingParams) -> tuple[HardwareProfile, Features]:
+def _plan(
+    argument: str | None, choice: Choice, kv_dir: Path | None, sampling: SamplingParams
+) -> tuple[HardwareProfile, Features]:
     """What `generate` would know of the prompt, from the plan that it would make."""
     content = _content(argument, sampling)
     gc.disable()
     from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
     from rakvctl.measure.ready import fitting_profile
 
-    options = RuntimeOptions(**asdict(choice))
+    options = RuntimeOptions(**asdict(choice), kv_dir=kv_dir)
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, options, render.print_note, on_progress)

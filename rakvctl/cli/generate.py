@@ -65,6 +65,7 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
                         finished[prompt.id] -= 1
                     else:
                         _serve(prompt, runtime, options.chat, writer, totals)
+                        runtime.settle()
                     advance()
         except KeyboardInterrupt as error:
             raise _interruption(options.out, as_text) from error

@@ -15,6 +15,8 @@ from rakvctl.cli.options import (
     DtypeOption,
     Exact,
     InputFormat,
+    KVDir,
+    KVDiskBudget,
     OutputFormat,
     Profile,
     Target,
@@ -130,6 +132,8 @@ def generate(
     kv_budget: Annotated[
         str, typer.Option(metavar="SIZE", rich_help_panel=_METHOD, help="Memory for stored prefixes.")
     ] = "512MiB",
+    kv_dir: KVDir = None,
+    kv_disk_budget: KVDiskBudget = "4GiB",
     output: Annotated[
         OutputFormat | None,
         typer.Option(
@@ -176,7 +180,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    budget_bytes = parse_bytes(kv_budget)
+    budget_bytes, disk_budget_bytes = parse_bytes(kv_budget), parse_bytes(kv_disk_budget)
     source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f")
 
     # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
@@ -199,6 +203,8 @@ def generate(
             profile=profile,
             exact=exact,
             kv_budget_bytes=budget_bytes,
+            kv_dir=kv_dir,
+            kv_disk_budget_bytes=disk_budget_bytes,
         ),
         GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),
     )

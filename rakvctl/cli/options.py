@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -162,6 +163,25 @@ Exact = Annotated[
         rich_help_panel=_MODELS,
         help="Compute in a way that is measured to give the same bits in every pass, or fail. In float32 on x86 CPUs "
         "that is so in any case; without it, near ties in half precision are decided by plain steps.",
+    ),
+]
+_METHOD = "Method"
+
+KVDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-dir",
+        metavar="DIR",
+        envvar="RAKVCTL_KV_DIR",
+        rich_help_panel=_METHOD,
+        help="Keep stored prefixes and texts in this directory, for processes to come.",
+        show_default="they end with the process",
+    ),
+]
+KVDiskBudget = Annotated[
+    str,
+    typer.Option(
+        "--kv-disk-budget", metavar="SIZE", rich_help_panel=_METHOD, help="What the files in --kv-dir may take."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]

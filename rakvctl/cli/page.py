@@ -42,6 +42,6 @@ def number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 or value == 0 else f"{value:.2f}"
 
 
-def counted(number: int, noun: str) -> str:
-    """So many of a thing, such as `1 thread` or `2 threads`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, nouns: str | None = None) -> str:
+    """So many of a thing, such as `1 thread` or `2 threads`; `nouns`: the plural where it is irregular."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"

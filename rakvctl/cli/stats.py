@@ -2,11 +2,19 @@
 
 import statistics
 from collections import Counter
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from rakvctl.cli.page import counted
 from rakvctl.core.types import Completion
+
+
+class _Hit(NamedTuple):
+    num_matched: int
+    num_reused: int
+    restore_ms: float
 
 
 class Totals:
@@ -27,6 +35,7 @@ class Totals:
         self._tpot_ms: list[float] = []
         self._actions: dict[str, int] = {}
         self._rounds = Counter[int]()
+        self._hits: dict[str, list[_Hit]] = {}
 
     def add(self, completion: Completion) -> None:
         """Count a completion."""
@@ -39,6 +48,9 @@ class Totals:
         self._num_draft_tokens += completion.num_draft_tokens
         self._num_accepted_tokens += completion.num_accepted_tokens
         self._num_rescored_tokens += completion.num_rescored_tokens
+        if completion.source is not None:
+            hit = _Hit(completion.num_matched_tokens, completion.num_reused_tokens, completion.restore_ms)
+            self._hits.setdefault(completion.source, []).append(hit)
         self._ttft_ms.append(completion.ttft_ms)
         if completion.tpot_ms is not None:
             self._tpot_ms.append(completion.tpot_ms)
@@ -59,6 +71,18 @@ class Totals:
             table.add_row(name, value)
         console.print(table)
 
+    def _reuse_rows(self) -> list[tuple[str, str]]:
+        """Where stored prefixes were found, and what it took to restore them."""
+        rows = []
+        for source, hits in sorted(self._hits.items()):
+            text = f"{counted(len(hits), 'hit')}, {sum(hit.num_matched for hit in hits)} tokens matched"
+            times = [hit.restore_ms for hit in hits if hit.num_reused]
+            if times:
+                num_reused = sum(hit.num_reused for hit in hits)
+                text += f", {num_reused} cloned, {statistics.median(times):.1f} ms each (median)"
+            rows.append((f"found in {source}", text))
+        return rows
+
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("prompts", f"{self.num_done} done, {self.num_failed} failed")]
         if not self.num_done:
@@ -67,6 +91,7 @@ class Totals:
         rows += [
             ("actions", actions),
             ("prompt tokens", f"{self._num_prompt_tokens}, {self._num_reused_tokens} reused"),
+            *self._reuse_rows(),
             ("new tokens", f"{self.num_tokens}, {self.tokens_per_s:.1f} tokens/s"),
             ("time to first token", f"{statistics.median(self._ttft_ms):.1f} ms (median)"),
         ]

@@ -84,7 +84,10 @@ class CostModel:
         """Clone and prefill of the target."""
         cached = features.num_cloned_tokens if action.reuse else 0
         target = self.profile.target
-        return target.clone.at(cached, 0), self._prefill_ms(target, features.num_prompt_tokens, cached)
+        sources = {"memory": target.clone, "page cache": target.load, "disk": target.load_cold or target.load}
+        # Where loading was not measured it counts as a copy.
+        restore = sources[features.source] or target.clone
+        return restore.at(cached, 0), self._prefill_ms(target, features.num_prompt_tokens, cached)
 
     def _draft_start_ms(self, action: Action, features: Features) -> float:
         """Clone and prefill of the draft model, which has stored states of its own or none."""
@@ -93,6 +96,11 @@ class CostModel:
         cached = features.num_draft_cloned_tokens if action.reuse else 0
         draft = self.profile.draft.model
         return draft.clone.at(cached, 0) + self._prefill_ms(draft, features.num_prompt_tokens, cached)
+
+    def loading_pays(self, num_tokens: int) -> bool:
+        """Whether restoring a whole prompt from a file is expected to be faster than computing it."""
+        target = self.profile.target
+        return target.load is None or target.load.at(num_tokens, 0) < self._prefill_ms(target, num_tokens, 0)
 
     def _prefill_ms(self, model: ModelCosts, num_prompt_tokens: int, cached: int) -> float:
         """The rest of a prompt. Its length is mostly a new one, unless it is one of those that rounds have."""

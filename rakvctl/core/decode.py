@@ -56,17 +56,23 @@ class StoredLogits:
         return self.scores[None]
 
 
-def prefill(engine: Engine, prompt_token_ids: tuple[int, ...], match: PrefixMatch | None) -> Logits:
-    """Fill the cache with the prompt; return the logits of the next token.
+def restore_prefix(engine: Engine, match: PrefixMatch | None) -> None:
+    """Leave in the cache what is stored of a prompt, or nothing.
 
-    Where a prefix of it is stored, its states are copied and only the rest goes through the model; where all of it is,
-    nothing does, and the logits are the stored ones.
+    Raises DamagedEntryError where that turns out to be unusable; nothing is in the cache then.
     """
     engine.rollback(0)
     if match is not None:
         engine.restore(match.entry.kv, match.num_cloned_tokens)
-        if match.exact:
-            return StoredLogits(match.entry.next_logits)
+
+
+def prefill_rest(engine: Engine, prompt_token_ids: tuple[int, ...], match: PrefixMatch | None) -> Logits:
+    """Let what is not stored of a prompt go through the model; the logits of the next token.
+
+    Where all of it is stored nothing does, and the logits are the stored ones.
+    """
+    if match is not None and match.exact:
+        return StoredLogits(match.entry.next_logits)
     return engine.prefill(prompt_token_ids[engine.length :])
 
 

@@ -12,6 +12,10 @@ class RakvError(Exception):
         self.hint = hint
 
 
+class DamagedEntryError(Exception):
+    """A stored prefix is not as it was written, so the request goes without it."""
+
+
 def first_line(error: Exception) -> str:
     """What an exception of somebody else's says, in one line; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

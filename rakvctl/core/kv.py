@@ -8,10 +8,12 @@ a rollback is exact at any length.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.errors import DamagedEntryError
+from rakvctl.core.seams import STATE_BLOCK_TOKENS, KVSnapshot
 
 # How many keys the fused CPU attention works through at a time.
 BLOCK_TOKENS = 512
@@ -33,6 +35,11 @@ class TorchSnapshot:
     def num_bytes(self) -> int:
         """Memory held by the copies."""
         return sum(states.nbytes for layer in self.layers if layer is not None for states in layer)
+
+    def arrays(self, start: int, end: int) -> list[np.ndarray]:
+        """Keys and values of each layer that keeps some, [num_heads, end - start, head_dim]; bfloat16 as its bits."""
+        kept = (states[:, start:end].cpu() for layer in self.layers if layer is not None for states in layer)
+        return [(states.view(torch.int16) if states.dtype == torch.bfloat16 else states).numpy() for states in kept]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -148,12 +155,13 @@ class TorchKVCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
         """Replace the content by the first `num_tokens` positions of a snapshot of the same model."""
-        if not isinstance(snapshot, TorchSnapshot):
-            raise TypeError(f"not a snapshot of this engine: {type(snapshot).__name__}")
         if not 0 <= num_tokens <= snapshot.num_tokens:
             raise ValueError(f"cannot restore {num_tokens} of {snapshot.num_tokens} positions")
         self.rollback(0)
         self.reserve(num_tokens)
+        if not isinstance(snapshot, TorchSnapshot):
+            self._restore_arrays(snapshot, num_tokens)
+            return
         for layer, states in zip(self.layers, snapshot.layers, strict=True):
             if states is not None:
                 keys, values = states
@@ -162,3 +170,26 @@ class TorchKVCache(Cache):  # type: ignore[misc]
                 layer.keys[0, :, :num_tokens] = keys[:, :num_tokens]
                 layer.values[0, :, :num_tokens] = values[:, :num_tokens]
         self.length = num_tokens
+
+    def _restore_arrays(self, snapshot: KVSnapshot, num_tokens: int) -> None:
+        """Copy states from elsewhere block by block, each straight into the buffers."""
+        buffers = [states for layer in self.layers if layer.is_initialized for states in (layer.keys, layer.values)]
+        for start in range(0, num_tokens, STATE_BLOCK_TOKENS):
+            end = min(start + STATE_BLOCK_TOKENS, snapshot.num_tokens)
+            arrays, count = snapshot.arrays(start, end), min(end, num_tokens) - start
+            if not buffers or len(arrays) != len(buffers):
+                raise DamagedEntryError(f"{len(arrays)} arrays of states for {len(buffers)}")
+            for buffer, array in zip(buffers, arrays, strict=True):
+                buffer[0, :, start : start + count] = _fitting(array, buffer, end - start)[:, :count]
+        self.length = num_tokens
+
+
+def _fitting(array: np.ndarray, buffer: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """An array of a file as states for a buffer. Raises DamagedEntryError where type or shape are others."""
+    states = torch.from_numpy(np.require(array, requirements="W"))
+    if buffer.dtype == torch.bfloat16 and states.dtype == torch.int16:
+        states = states.view(torch.bfloat16)
+    _, num_heads, _, head_dim = buffer.shape
+    if states.dtype != buffer.dtype or states.shape != (num_heads, num_tokens, head_dim):
+        raise DamagedEntryError(f"states {tuple(states.shape)} of {states.dtype} do not fit the model")
+    return states

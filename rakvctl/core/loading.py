@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.backends import torch_load
+from rakvctl.core.cost import CostModel
+from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, RakvError, UsageError
 from rakvctl.core.exactness import logit_difference
@@ -23,13 +26,16 @@ from rakvctl.core.tiers import MemoryTier
 
 # Of the budget for what is kept, this part goes to earlier texts where they are looked up in.
 _HISTORY_PART = 16
+# As many tokens of earlier processes' texts are read at the start, in some hundredths of a second.
+_READ_TOKENS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name.
 
-    `exact`: only a target whose logits are the same bits in whatever pass.
+    `exact`: only a target whose logits are the same bits in whatever pass. `kv_dir`: where stored prefixes outlive the
+    process, if they are to.
     """
 
     target: str = "tiny"
@@ -42,6 +48,8 @@ class RuntimeOptions:
     profile: str = "auto"
     exact: bool = False
     kv_budget_bytes: int = 512 * 2**20
+    kv_dir: Path | None = None
+    kv_disk_budget_bytes: int = 4 * 2**30
 
 
 def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
@@ -61,13 +69,15 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
             f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
             "take a draft with the target's tokenizer, or --draft none",
         )
-    target = _load_target(target_files, options, codec.vocab_size)
+    disk = _open_disk(options, notify)
+    content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
+    target = _load_target(target_files, options, codec.vocab_size, content)
     if not target.can_rollback:
         notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
     draft = None
     if draft_files is not None and target.can_rollback:
         draft = _load_draft(draft_files, options, codec.vocab_size, notify)
-    return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "")
+    return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "", disk=disk)
 
 
 def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProfile | None) -> Runtime:
@@ -79,13 +89,21 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
     needs = policy_needs(policy)
     looks_up = options.drafter == "lookup" and not needs.profile
     history_bytes = options.kv_budget_bytes // _HISTORY_PART if needs.history else 0
+    experience = initial_experience(profile, history_bytes) if profile else None
+    if pair.disk is not None and experience is not None and needs.history:
+        for text in pair.disk.texts(pair.target.model_key, _READ_TOKENS):
+            experience.remember(text)
     return Runtime(
         codec=pair.codec,
         target=pair.target,
         drafter=LookupDrafter(History(0)) if looks_up else pair.drafter(),
-        store=PrefixStore(MemoryTier(options.kv_budget_bytes - history_bytes)),
+        store=PrefixStore(
+            MemoryTier(options.kv_budget_bytes - history_bytes),
+            pair.disk,
+            CostModel(profile).loading_pays if profile else None,
+        ),
         policy=make_policy(policy, profile, pair.successors),
-        experience=initial_experience(profile, history_bytes) if profile else None,
+        experience=experience,
         near_tie=pair.near_tie,
     )
 
@@ -142,14 +160,21 @@ def _draft_name(options: RuntimeOptions) -> str | None:
     return None if use == "unused" else name
 
 
-def _load_target(files: ModelFiles, options: RuntimeOptions, vocab_size: int) -> Engine:
+def _open_disk(options: RuntimeOptions, notify: Notify) -> DiskTier | None:
+    """The directory of stored prefixes, where there is to be one and the policy reuses them."""
+    if options.kv_dir is None or not policy_needs(options.policy).store:
+        return None
+    return DiskTier(options.kv_dir.expanduser(), options.kv_disk_budget_bytes, notify)
+
+
+def _load_target(files: ModelFiles, options: RuntimeOptions, vocab_size: int, content: str) -> Engine:
     """The target; where it must be exact, with the first kind of attention that is measured to be so.
 
     Raises ModelError where none is.
     """
     differences = []
     for attention in ("auto", "eager") if options.exact else ("auto",):
-        backend = torch_load.load_backend(files, options.device, options.dtype, vocab_size, attention)
+        backend = torch_load.load_backend(files, options.device, options.dtype, vocab_size, attention, content)
         engine = Engine(backend)
         if not options.exact or not engine.can_rollback:
             return engine

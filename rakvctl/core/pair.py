@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.drafters import Drafter, ModelDrafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.hardware import processor_name
@@ -15,6 +16,7 @@ class ModelPair:
 
     `near_tie`: how close two tokens of the target must be for only a pass over one token to choose between them.
     `successors`: what mostly follows each of its first token ids, as far as that is known.
+    `disk`: where stored prefixes outlive the process.
     """
 
     codec: TextCodec
@@ -24,6 +26,7 @@ class ModelPair:
     draft_name: str = ""
     near_tie: float = 0.0
     successors: tuple[int, ...] = ()
+    disk: DiskTier | None = None
 
     def drafter(self) -> Drafter | None:
         """The draft model as a drafter, with nothing drafted yet."""

@@ -100,7 +100,8 @@ class ModelCosts:
     """One model. Sizes are prompt tokens for `prefill`, positions for `clone` and `insert` (which know no context).
 
     `new_length_ms`: what the first prefill of a length takes more than the next one, as kernels are made for it.
-    `max_positions`: the longest sequence the model can hold; None where that is not known.
+    `max_positions`: the longest sequence the model can hold; None where that is not known. `load` and `load_cold`:
+    restoring states from a file that the system has in memory, and from one that it has not; None if not measured.
     """
 
     weight_bytes: int
@@ -110,6 +111,8 @@ class ModelCosts:
     prefill: Curve
     clone: Curve
     insert: Curve
+    load: Curve | None = None
+    load_cold: Curve | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

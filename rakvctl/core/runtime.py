@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rakvctl.core.acceptance import Experience
-from rakvctl.core.decode import Sequence, decode, prefill
+from rakvctl.core.decode import Sequence, decode, prefill_rest, restore_prefix
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
-from rakvctl.core.errors import RequestError
+from rakvctl.core.errors import DamagedEntryError, RequestError
 from rakvctl.core.policies import Policy
 from rakvctl.core.speculators import Speculator
 from rakvctl.core.store import PrefixStore
@@ -98,6 +98,7 @@ class Runtime:
             memory_budget_bytes=self._target.free_bytes(),
             expected_new_tokens=self._experience.expected_new_tokens(max_new_tokens),
             looked_up_share=self._experience.looked_up_share,
+            source=match.source if match else "memory",
         )
         return features, match
 
@@ -128,7 +129,7 @@ class Runtime:
         Where it fails half-way nothing of it is stored, and the next request begins with clean caches.
         """
         started = self._clock()
-        plan = self.plan(request)
+        plan, restore_ms = self._begin(request)
         prompt = request.prompt_token_ids
         text = TextStream(self._codec, request.sampling.stop, on_text)
         max_new_tokens = plan.features.max_new_tokens
@@ -136,8 +137,7 @@ class Runtime:
         # How far a draft goes decides which random numbers go where, and a seed is to repeat its text.
         clock = self._clock if request.sampling.temperature == 0 else None
         speculator = self._policy.speculator(plan.decision, self._drafter, self._experience, clock)
-        self._target.reserve(len(prompt) + max_new_tokens)
-        logits = prefill(self._target, prompt, plan.match)
+        logits = prefill_rest(self._target, prompt, plan.match)
         stored_logits = logits.numpy()[-1].copy() if self._uses_store else None
 
         events: list[StepEvent] = []
@@ -162,11 +162,36 @@ class Runtime:
             events=tuple(events),
             ttft_ms=ttft_ms,
             total_ms=total_ms,
+            num_matched_tokens=plan.features.num_matched_tokens,
+            source=plan.features.source if plan.features.num_matched_tokens else None,
+            restore_ms=restore_ms,
         )
         self._experience.observe(completion, max_new_tokens)
         if self._policy.needs.history:
             self._experience.remember(sequence.token_ids)
+            self._store.remember_text(self._target.model_key, sequence.token_ids)
         return completion
+
+    def settle(self) -> None:
+        """Do what nobody waits for, between requests and at the end: what is stored on a disk is written now."""
+        self._store.settle()
+
+    def _begin(self, request: Request) -> tuple[Plan, float]:
+        """Plan, and restore what is reused, which takes so many milliseconds.
+
+        What turns out to be damaged is given up, and all is planned anew.
+        """
+        while True:
+            plan = self.plan(request)
+            self._target.reserve(len(request.prompt_token_ids) + plan.features.max_new_tokens)
+            started = self._clock()
+            try:
+                restore_prefix(self._target, plan.match)
+            except DamagedEntryError as error:
+                assert plan.match is not None, "without a match nothing is read"
+                self._store.discard(plan.match.entry, str(error))
+            else:
+                return plan, (self._clock() - started) * 1e3 if plan.match else 0.0
 
     @property
     def _uses_store(self) -> bool:
@@ -186,9 +211,9 @@ class Runtime:
             self._store.touch(match.entry)
         draft_kv = speculator.snapshot(len(prompt)) if speculator is not None else None
         if match is not None and match.exact:
-            if match.entry.draft_kv is None and draft_kv is not None:
+            if match.source == "memory" and match.entry.draft_kv is None and draft_kv is not None:
                 self._store.insert(replace(match.entry, draft_kv=draft_kv))
-        elif len(prompt) >= BUCKET_TOKENS and self._store.make_room(self._target.num_bytes(len(prompt))):
+        elif len(prompt) >= BUCKET_TOKENS and self._store.make_room(len(prompt), self._target.num_bytes(len(prompt))):
             self._store.insert(
                 PrefixEntry(
                     model_key=self._target.model_key,

@@ -44,14 +44,27 @@ class Logits(Protocol):
         ...
 
 
+# States are written to files and read from them in blocks of so many positions.
+STATE_BLOCK_TOKENS = 128
+
+
 class KVSnapshot(Protocol):
-    """A copy of the KV states of the first `num_tokens` positions; only its own backend can read it."""
+    """A copy of the KV states of the first `num_tokens` positions, in memory or in a file."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Memory held."""
+        ...
+
+    def arrays(self, start: int, end: int) -> "list[np.ndarray]":
+        """The states of one block of positions as plain arrays, in the order in which the model keeps them.
+
+        Raises DamagedEntryError where they are in a file that is not as it was written.
+        """
+        ...
 
 
 class KVCache(Protocol):
@@ -79,7 +92,10 @@ class KVCache(Protocol):
         ...
 
     def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
-        """Replace the content by the first `num_tokens` positions of a snapshot."""
+        """Replace the content by the first `num_tokens` positions of a snapshot.
+
+        Raises DamagedEntryError, and holds nothing, where the snapshot does not fit this model.
+        """
         ...
 
 

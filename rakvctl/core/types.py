@@ -9,6 +9,8 @@ from rakvctl.core.seams import KVSnapshot
 if TYPE_CHECKING:
     import numpy as np
 
+# Where stored states lie: in memory, or in a file that the system has in memory, or only on the disk.
+Source = Literal["memory", "page cache", "disk"]
 FinishReason = Literal["stop", "length"]
 Agreement = Literal["alone", "agreed", "split", "habit"]
 # Prompts are put into the store's buckets by this many first tokens; shorter ones are neither stored nor found.
@@ -62,12 +64,13 @@ class PrefixEntry:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the store has for a prompt: `num_matched_tokens` (the method's q) and how many positions to clone."""
+    """What the store has for a prompt: `num_matched_tokens` (the method's q), what to clone of them, and from where."""
 
     entry: PrefixEntry
     num_matched_tokens: int
     num_cloned_tokens: int
     exact: bool
+    source: Source = "memory"
 
 
 class Evidence(NamedTuple):
@@ -106,7 +109,7 @@ class Features:
     `max_new_tokens` is the limit, `expected_new_tokens` what experience makes of it, None if there is none. `alpha`:
     the acceptance in force. `drafter`: a drafter's name, or `none` and why. `probe_ms`: how much longer than the best
     known action a probe may take. `memory_budget_bytes`: what KV states may take, None if nobody counts.
-    `looked_up_share`: how many of the new tokens looking up supplied of late.
+    `looked_up_share`: how many of the new tokens looking up supplied of late. `source`: where what is cloned lies.
     """
 
     num_prompt_tokens: int
@@ -121,6 +124,7 @@ class Features:
     memory_budget_bytes: int | None = None
     expected_new_tokens: int | None = None
     looked_up_share: float = 0.0
+    source: Source = "memory"
 
     @property
     def num_new_tokens(self) -> int:
@@ -202,7 +206,8 @@ class StepEvent:
 class Completion:
     """One request, served: `events` are the prefill's token and the rounds after it.
 
-    Times are wall-clock milliseconds from the start of the request.
+    Times are wall-clock milliseconds from the start of the request. `num_matched_tokens`: of the prompt, what was found
+    in the store, reused or not; `source`: where that lay, None if nothing was found; `restore_ms`: what reusing took.
     """
 
     token_ids: tuple[int, ...]
@@ -214,6 +219,9 @@ class Completion:
     events: tuple[StepEvent, ...]
     ttft_ms: float
     total_ms: float
+    num_matched_tokens: int = 0
+    source: Source | None = None
+    restore_ms: float = 0.0
 
     @property
     def num_rounds(self) -> int:

@@ -1,9 +1,11 @@
 """From timed probes to a profile: the curves, the acceptance, and how well the curves predict what lies between."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.errors import ModelError
 from rakvctl.core.exactness import logit_difference
 from rakvctl.core.pair import ModelPair
@@ -62,10 +64,9 @@ def calibrate(
     successors = measure_successors(pair, _SUCCESSORS_SHARE * effort.budget_s, clock, on_progress)
     pair = replace(pair, successors=successors)
     acceptance = _acceptance(pair, prompts, _ACCEPTANCE_SHARE * effort.budget_s, clock, on_progress)
-    spreads = time_probes(
-        list(_probes(bench, roles, grid)), effort.share(_CURVES_SHARE), clock,
-        lambda share: on_progress("measuring", share),
-    )  # fmt: skip
+    with ExitStack() as files:
+        probes = [*_probes(bench, roles, grid), *_load_probes(bench, pair.disk, grid, files)]
+        spreads = time_probes(probes, effort.share(_CURVES_SHARE), clock, lambda share: on_progress("measuring", share))
     held_out = time_probes(
         list(_held_out_probes(bench, roles, grid)), effort.share(_HELD_OUT_SHARE), clock,
         lambda share: on_progress("checking", share),
@@ -114,6 +115,16 @@ def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Pr
             yield from (bench.prefill(role, size, context) for context in grid.prefill_contexts)
 
 
+def _load_probes(bench: ProbeBench, disk: DiskTier | None, grid: Grid, files: ExitStack) -> Iterator[Probe]:
+    """Reading stored states where a directory for them was named, with the file in the system's memory and without."""
+    if disk is None:
+        return
+    path = files.enter_context(disk.scratch_file())
+    bench.write_states(path, grid.prefill_tokens[-1])
+    for size in grid.prefill_tokens:
+        yield from (bench.load(path, size, is_cold=is_cold) for is_cold in (False, True))
+
+
 def _held_out_probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Probe]:
     """Points between those of the curves."""
     contexts = grid.held_out_contexts
@@ -152,6 +163,8 @@ def _model_costs(bench: ProbeBench, role: Role, curves: Mapping[str, Curve]) -> 
         prefill=curves[f"{role}.prefill"],
         clone=curves[f"{role}.clone"],
         insert=curves[f"{role}.insert"],
+        load=curves.get(f"{role}.load"),
+        load_cold=curves.get(f"{role}.load_cold"),
     )
 
 

@@ -3,20 +3,24 @@
 No second path: rounds go through `decode`, prompts through `Engine.prefill`, copies through snapshot and restore.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rakvctl.core.decode import Sequence as TokenSequence
 from rakvctl.core.decode import StoredLogits, decode
+from rakvctl.core.disk.entry_file import read_entry, write_entry
+from rakvctl.core.disk.places import forget_cached
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.seams import KVSnapshot
 from rakvctl.core.speculators import FixedSpeculator
 from rakvctl.core.text import TextStream
-from rakvctl.core.types import Proposal, Request
+from rakvctl.core.types import PrefixEntry, Proposal, Request
 from rakvctl.core.verify import GreedyVerifier, Verifier
 from rakvctl.measure.timing import Clock, Point, Probe
 
@@ -130,6 +134,28 @@ class ProbeBench:
             return [(self._since(started),)]
 
         return Probe((Point(f"{role}.clone", size, 0),), sample)
+
+    def write_states(self, path: Path, size: int) -> None:
+        """The target's states of `size` positions as a stored prefix, for `load`. Raises OSError."""
+        ids = np.asarray(self._ids[:size], dtype=np.int64)
+        self._rewind("target", size)
+        states = self._engines["target"].snapshot(size)
+        write_entry(path, PrefixEntry("measuring", ids, states, np.zeros(self._pair.codec.vocab_size, np.float32)))
+
+    def load(self, path: Path, size: int, *, is_cold: bool) -> Probe:
+        """The states of `size` positions from the file of a stored prefix; a cold one is read from the disk."""
+        engine = self._engines["target"]
+
+        def sample() -> list[tuple[float, ...]]:
+            engine.rollback(0)
+            if is_cold:
+                forget_cached(path)
+            started = self._clock()
+            engine.restore(read_entry(path, sys.maxsize).kv, size)
+            engine.synchronize()
+            return [(self._since(started),)]
+
+        return Probe((Point("target.load_cold" if is_cold else "target.load", size, 0),), sample)
 
     def insert(self, role: Role, size: int) -> Probe:
         """The states of `size` positions, copied for the store."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rakvctl.core.seams import EngineInfo, KVSnapshot
+from rakvctl.core.errors import DamagedEntryError
+from rakvctl.core.seams import STATE_BLOCK_TOKENS, EngineInfo, KVSnapshot
 
 _BYTES_PER_TOKEN = 64
 
@@ -50,6 +51,11 @@ class FakeSnapshot:
     def num_bytes(self) -> int:
         """A declared size."""
         return _BYTES_PER_TOKEN * len(self.token_ids)
+
+    def arrays(self, start: int, end: int) -> list[np.ndarray]:
+        """One array of token ids, as large as is declared."""
+        ids = np.asarray(self.token_ids[start:end], dtype=np.int64)
+        return [np.repeat(ids[:, None], _BYTES_PER_TOKEN // ids.itemsize, axis=1)]
 
 
 class VirtualClock:
@@ -121,9 +127,16 @@ class FakeCache:
 
     def restore(self, snapshot: KVSnapshot, num_tokens: int) -> None:
         """Replace the content by the first positions of a snapshot."""
-        assert isinstance(snapshot, FakeSnapshot)
         self._clock.advance(self._costs.copy_ms(num_tokens))
-        self.token_ids = list(snapshot.token_ids[:num_tokens])
+        self.token_ids = []
+        for start in range(0, num_tokens, STATE_BLOCK_TOKENS):
+            end = min(start + STATE_BLOCK_TOKENS, snapshot.num_tokens)
+            (ids,) = snapshot.arrays(start, end)
+            if ids.dtype != np.int64 or ids.shape[:-1] != (end - start,):
+                self.token_ids = []
+                raise DamagedEntryError("not this model's states")
+            self.token_ids += ids[:, 0].tolist()
+        del self.token_ids[num_tokens:]
 
 
 class FakeBackend:

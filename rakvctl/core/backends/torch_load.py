@@ -14,6 +14,7 @@ from rakvctl.core.backends import packed
 from rakvctl.core.backends.invariant import use_invariant_attention
 from rakvctl.core.backends.torch_hf import TorchBackend, keeps_all_positions
 from rakvctl.core.errors import ModelError, UsageError, first_line
+from rakvctl.core.hardware import processor_name
 from rakvctl.core.models import ModelFiles
 
 # With a cache and without, logits differ by rounding alone: by this share of the largest, by bytes of the dtype.
@@ -21,10 +22,13 @@ _PROBE_TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.1}
 _PROBE_TOKENS = 7
 
 
-def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int, attention: str = "auto") -> TorchBackend:
+def load_backend(
+    files: ModelFiles, device: str, dtype: str, vocab_size: int, attention: str = "auto", content_digest: str = ""
+) -> TorchBackend:
     """Load a checkpoint for inference. `device` and `dtype` as on the command line, `auto` included.
 
-    `attention`: one of transformers' implementations; `auto` is the fastest that is known to work.
+    `attention`: one of transformers' implementations; `auto` is the fastest that is known to work. `content_digest`:
+    names the checkpoint by every byte, where its states are to outlive the process.
 
     Raises ModelError where it cannot be loaded or run, UsageError for a device that is not there.
     """
@@ -41,19 +45,19 @@ def load_backend(files: ModelFiles, device: str, dtype: str, vocab_size: int, at
         if attention == "auto":
             use_invariant_attention(model)
         packed.detach_from_checkpoint(model, files.location)
+    content = content_digest or "\0".join(files.identity)
     make_backend = partial(
         TorchBackend,
-        model_key=_model_key(files, model),
         vocab_size=min(vocab_size, model.config.get_text_config().vocab_size),
         weight_bytes=weight_bytes,
         digest=files.digest,
     )
-    backend = make_backend(model)
+    backend = make_backend(model, _model_key(content, model))
     failure = _first_failure(backend, model)
     if is_packed and failure is not None:
         # Some kinds read a layer's weights themselves, past the layer, or mean more by attention than ours does.
         model = _load_model(files, torch_dtype, attention)
-        backend = make_backend(model)
+        backend = make_backend(model, _model_key(content, model))
         failure = _first_failure(backend, model)
     if failure is not None:
         raise ModelError(
@@ -151,17 +155,22 @@ def quiet_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _model_key(files: ModelFiles, model: Any) -> str:
-    """Digest of what KV states in this process depend on.
+def _model_key(content: str, model: Any) -> str:
+    """Digest of whatever the bits of KV states depend on.
 
-    Files are named by path, size and time of change, not by content: entries live no longer than the process.
+    `content` names the files: by path, size and time of change where states live no longer than the process.
     """
     parts = [
-        *files.identity,
+        content,
         model.config.to_json_string(),
+        model.config._attn_implementation,
+        str([type(module).__name__ for module in model.modules()]),
         str(model.dtype),
         model.device.type,
         torch.__version__,
         transformers.__version__,
+        processor_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
     ]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,100 @@
+"""The command `kv`: look at the prefixes that outlive the process, check them, clear them away."""
+
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rakvctl.cli import render
+from rakvctl.cli.options import AsJson, KVDir, KVDiskBudget, parse_bytes
+from rakvctl.cli.page import counted, make_table, open_page
+from rakvctl.core.errors import RakvError, UsageError
+
+if TYPE_CHECKING:
+    from rakvctl.core.disk.index import Row
+
+
+class KVAction(StrEnum):
+    """What to do with the directory."""
+
+    LIST = "ls"
+    STATS = "stats"
+    VERIFY = "verify"
+    CLEAR = "clear"
+
+
+def kv(
+    action: Annotated[
+        KVAction,
+        typer.Argument(
+            help="ls: what is stored, the latest first; stats: how much; verify: read all of it and drop what is "
+            "damaged; clear: forget all.",
+        ),
+    ],
+    kv_dir: KVDir = None,
+    kv_disk_budget: KVDiskBudget = "4GiB",
+    as_json: AsJson = False,
+) -> int:
+    """Look after the stored prefixes of --kv-dir."""
+    if kv_dir is None:
+        raise UsageError("there is no directory of stored prefixes", "name it with --kv-dir DIR or RAKVCTL_KV_DIR")
+    if not kv_dir.expanduser().is_dir():
+        raise UsageError(f"{kv_dir} is no directory", "generate makes it, with --kv-dir DIR or RAKVCTL_KV_DIR")
+    from rakvctl.core.disk.tier import DiskTier
+
+    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), render.print_note)
+    if action is KVAction.VERIFY:
+        return _verify(tier.verify(), len(tier.rows()), as_json)
+    if action is KVAction.CLEAR:
+        num_entries = tier.clear()
+        _say({"cleared": num_entries}, f"{counted(num_entries, 'entry', 'entries')} cleared", as_json)
+        return 0
+    rows = tier.rows()[::-1]
+    num_bytes = sum(row.num_bytes for row in rows)
+    if action is KVAction.STATS:
+        record = {"entries": len(rows), "bytes": num_bytes, "budget_bytes": tier.budget_bytes}
+        text = (
+            f"{counted(len(rows), 'entry', 'entries')}, {num_bytes / 2**20:.1f} of {tier.budget_bytes / 2**20:.0f} MiB"
+        )
+        _say(record, text, as_json)
+        return 0
+    if as_json:
+        render.print_json({"entries": [_record(row) for row in rows]})
+        return 0
+    table = make_table("", ["key", "tokens", "MiB", "last used"])
+    for row in rows:
+        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.last_used))
+        table.add_row(row.key, str(len(row.token_ids) // 8), f"{row.num_bytes / 2**20:.1f}", used)
+    with open_page() as page:
+        page.print(table)
+    return 0
+
+
+def _record(row: "Row") -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "tokens": len(row.token_ids) // 8,
+        "bytes": row.num_bytes,
+        "last_used": row.last_used,
+    }
+
+
+def _verify(problems: list[str], num_good: int, as_json: bool) -> int:
+    """Say what was found; the exit code is 1 where something was damaged."""
+    if as_json:
+        render.print_json({"entries": num_good, "problems": problems})
+    else:
+        render.print_line(f"{counted(num_good, 'entry', 'entries')} as written")
+    if problems:
+        raise RakvError(
+            f"{counted(len(problems), 'entry', 'entries')} dropped: {problems[0]}", "nothing else is to be done"
+        )
+    return 0
+
+
+def _say(record: dict[str, int], text: str, as_json: bool) -> None:
+    if as_json:
+        render.print_json(record)
+    else:
+        render.print_line(text)
