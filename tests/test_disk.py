@@ -20,18 +20,21 @@ from safetensors.numpy import load_file, save_file
 
 from rakvctl.core.acceptance import Experience
 from rakvctl.core.backends.fake import FakeBackend
+from rakvctl.core.cost import CostModel
 from rakvctl.core.disk import entry_file, shelf
 from rakvctl.core.disk.entry_file import EntryFile
 from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import DamagedEntryError, RakvError
-from rakvctl.core.policies import make_policy
+from rakvctl.core.policies import RakvPolicy, make_policy
+from rakvctl.core.profile import Curve, HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
-from rakvctl.core.types import Completion, Request, SamplingParams
+from rakvctl.core.types import Action, Completion, Features, Request, SamplingParams, Source
 from tests.fakes import LetterTokenizer
+from tests.profiles import toy_profile
 
 BUDGET = 2**26
 PROMPT = tuple(index * 7 % 32 for index in range(300))
@@ -424,3 +427,46 @@ def test_numbers_are_kept_bit_by_bit(tmp_path: Path) -> None:
     memory = next(iter(process.store._tier))
     assert (entry.next_logits == memory.next_logits).all()
     assert entry.token_ids.dtype == np.int64
+
+
+def test_nothing_is_written_before_the_answer_is_out(tmp_path: Path) -> None:
+    process = Process(tmp_path / "kv")
+    process.runtime.run(Request(PROMPT, SamplingParams(max_new_tokens=8)))
+    assert list((tmp_path / "kv" / shelf.ENTRIES_NAME).iterdir()) == []
+    process.runtime.settle()
+    assert the_entry(tmp_path / "kv").exists()
+
+
+def test_a_prompt_that_is_faster_computed_than_read_is_not_written(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "kv", BUDGET, print)
+    store = PrefixStore(MemoryTier(2**24), disk, loading_pays=lambda num_tokens: num_tokens > 200)
+    process = Process(tmp_path / "kv")
+    for prompt in (PROMPT[:150], PROMPT):
+        process.run(prompt)
+    for entry in list(process.store._tier):
+        store.insert(entry)
+    assert len(store) == 2
+    assert [len(entry.token_ids) for entry in disk._offered] == [300]
+
+
+def profile_that_loads(warm_ms: float, cold_ms: float) -> HardwareProfile:
+    """Reading any prefix takes so long; the toy's prefill takes 0.5 ms a token."""
+    profile = toy_profile()
+
+    def curve(ms: float) -> Curve:
+        return Curve((1, 1000), (0,), ((ms,), (ms,)), ((0.0,), (0.0,)), ((1,), (1,)))
+
+    return replace(profile, target=replace(profile.target, load=curve(warm_ms), load_cold=curve(cold_ms)))
+
+
+@pytest.mark.parametrize(("source", "restore_ms"), [("page cache", 20.0), ("disk", 5000.0)])
+def test_reading_is_charged_and_what_is_dearer_than_computing_is_not_read(source: Source, restore_ms: float) -> None:
+    costs = CostModel(profile_that_loads(20.0, 5000.0))
+    features = Features(
+        num_prompt_tokens=500, max_new_tokens=16, num_matched_tokens=400, num_cloned_tokens=399, source=source
+    )
+    (reusing,) = [row for row in costs.table(features) if row.action == Action(reuse=True, draft_len=0)]
+    assert reusing.clone_ms == restore_ms
+    assert RakvPolicy(costs).decide(features).action.reuse == (source == "page cache")
+    assert costs.loading_pays(400)
+    assert not CostModel(profile_that_loads(5000.0, 9000.0)).loading_pays(400)

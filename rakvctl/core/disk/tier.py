@@ -107,6 +107,8 @@ class DiskTier:
             self._is_swept = True
         for entry in offered:
             shelf.publish(entry)
+        if not used and not texts:
+            return
         with shelf.index.writing():
             for key in used:
                 shelf.index.touch(key)
