@@ -138,3 +138,22 @@ def test_states_come_back_bit_by_bit(name: str, dtype: str, tmp_path: Path) -> N
             end = min(start + 128, num_tokens)
             for stored, kept in zip(again.arrays(start, end), states.arrays(start, end), strict=True):
                 assert np.array_equal(stored.view(np.uint8), np.ascontiguousarray(kept).view(np.uint8))
+
+
+@pytest.mark.parametrize("action", ["ls", "stats", "verify", "clear"])
+def test_a_directory_that_cannot_be_used_is_an_error(run: Call, tmp_path: Path, action: str) -> None:
+    (tmp_path / "kv").mkdir(mode=0o700)
+    (tmp_path / "kv" / shelf.INDEX_NAME).mkdir()
+    assert_error(run("kv", action, "--kv-dir", tmp_path / "kv"), 1, "stored prefixes in")
+
+
+def test_a_seed_repeats_its_text_whatever_is_stored(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("--kv-dir", tmp_path / "kv", "--temperature", "1", "--seed", "5")
+    texts = {str(generated(run, tiny_checkpoint / "target", *arguments)["text"]) for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_explain_makes_no_directory(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    finished = run("explain", PROMPT, "-m", tiny_checkpoint / "target", "-d", "none", "--kv-dir", tmp_path / "none")
+    assert finished.code == 0
+    assert not (tmp_path / "none").exists()

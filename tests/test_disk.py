@@ -243,9 +243,8 @@ def test_a_damaged_entry_ends_in_a_right_answer_and_one_warning(directory: Path,
     process = Process(directory, memory=0)
     assert [process.run().token_ids for _ in range(3)] == [expected()] * 3
     assert len(process.notes) == 1
-    if damage != "a directory":
-        assert Process(directory).run().source is not None, "and it was stored anew"
-        assert DiskTier(directory, BUDGET, print).verify() == []
+    assert Process(directory).run().source is not None, "and it was stored anew"
+    assert DiskTier(directory, BUDGET, print).verify() == []
 
 
 def _index(directory: Path) -> Path:
@@ -470,3 +469,12 @@ def test_reading_is_charged_and_what_is_dearer_than_computing_is_not_read(source
     assert RakvPolicy(costs).decide(features).action.reuse == (source == "page cache")
     assert costs.loading_pays(400)
     assert not CostModel(profile_that_loads(5000.0, 9000.0)).loading_pays(400)
+
+
+def test_a_small_budget_stores_nothing_and_takes_nothing_away(directory: Path) -> None:
+    process = Process(directory, budget=0, memory=0)
+    assert process.run().source is not None
+    assert process.run(PROMPT[::-1]).token_ids == expected(PROMPT[::-1])
+    assert process.disk.verify() == []
+    assert process.notes == []
+    assert Process(directory).run().source is not None

@@ -138,7 +138,9 @@ def _plan(
     from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
     from rakvctl.measure.ready import fitting_profile
 
-    options = RuntimeOptions(**asdict(choice), kv_dir=kv_dir)
+    # A question makes no directory.
+    there = kv_dir if kv_dir is not None and kv_dir.expanduser().is_dir() else None
+    options = RuntimeOptions(**asdict(choice), kv_dir=there)
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, options, render.print_note, on_progress)

@@ -13,6 +13,7 @@ from rakvctl.core.errors import RakvError, UsageError
 
 if TYPE_CHECKING:
     from rakvctl.core.disk.index import Row
+    from rakvctl.core.disk.tier import DiskTier
 
 
 class KVAction(StrEnum):
@@ -43,12 +44,24 @@ def kv(
         raise UsageError(f"{kv_dir} is no directory", "generate makes it, with --kv-dir DIR or RAKVCTL_KV_DIR")
     from rakvctl.core.disk.tier import DiskTier
 
-    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), render.print_note)
+    problems: list[str] = []
+    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), problems.append)
+    code = _act(tier, action, as_json) if tier.is_usable else 1
+    if not tier.is_usable:
+        raise RakvError(problems[0].partition(";")[0], "mend its permissions, or remove it: it only holds copies")
+    for problem in problems:
+        render.print_note(problem)
+    return code
+
+
+def _act(tier: "DiskTier", action: KVAction, as_json: bool) -> int:
+    """Do it; the exit code."""
     if action is KVAction.VERIFY:
         return _verify(tier.verify(), len(tier.rows()), as_json)
     if action is KVAction.CLEAR:
         num_entries = tier.clear()
-        _say({"cleared": num_entries}, f"{counted(num_entries, 'entry', 'entries')} cleared", as_json)
+        if tier.is_usable:
+            _say({"cleared": num_entries}, f"{counted(num_entries, 'entry', 'entries')} cleared", as_json)
         return 0
     rows = tier.rows()[::-1]
     num_bytes = sum(row.num_bytes for row in rows)
@@ -58,17 +71,20 @@ def kv(
             f"{counted(len(rows), 'entry', 'entries')}, {num_bytes / 2**20:.1f} of {tier.budget_bytes / 2**20:.0f} MiB"
         )
         _say(record, text, as_json)
-        return 0
-    if as_json:
+    elif as_json:
         render.print_json({"entries": [_record(row) for row in rows]})
-        return 0
+    else:
+        _show(rows)
+    return 0
+
+
+def _show(rows: "list[Row]") -> None:
     table = make_table("", ["key", "tokens", "MiB", "last used"])
     for row in rows:
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.last_used))
         table.add_row(row.key, str(len(row.token_ids) // 8), f"{row.num_bytes / 2**20:.1f}", used)
     with open_page() as page:
         page.print(table)
-    return 0
 
 
 def _record(row: "Row") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from rakvctl.cli.page import counted, make_table, number, open_page
 from rakvctl.core.cost import DRAFT_LENS, alpha_for
-from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.profile import Curve, HardwareProfile
 
 if TYPE_CHECKING:
     from rakvctl.measure.check import Drift
@@ -32,6 +32,8 @@ def show_profile(profile: HardwareProfile) -> None:
         )
         if profile.logit_difference is not None:
             page.print(_exactness(profile))
+        if profile.target.load is not None:
+            page.print(_loading(profile.target.load, profile.target.load_cold))
         page.print(Text(speculation_verdict(profile), style="bold"))
 
 
@@ -39,6 +41,13 @@ def show_successors(num_tokens: int, vocab_size: int) -> None:
     """Of how many tokens it is known what mostly follows them."""
     with open_page() as page:
         page.print(f"What mostly follows a token is known of {num_tokens:,} of {vocab_size:,}.")
+
+
+def _loading(load: Curve, load_cold: Curve | None) -> str:
+    """What reading a stored prefix takes."""
+    size = load.sizes_tokens[-1]
+    cold = f", {number(load_cold.at(size, 0))} ms where the disk has to be read" if load_cold is not None else ""
+    return f"A stored prefix of {counted(size, 'token')} is read from its file in {number(load.at(size, 0))} ms{cold}."
 
 
 def _exactness(profile: HardwareProfile) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rakvctl.core.acceptance import Experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
-from rakvctl.core.lookup import LookupDrafter
+from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.rounds import RoundCosts
 from rakvctl.core.speculators import AdaptiveSpeculator, Clock, FixedSpeculator, Speculator
@@ -50,7 +50,7 @@ class Policy(Protocol):
     ) -> Speculator | None:
         """Who drafts the tokens of a request that was decided so; None where nobody does.
 
-        `clock`: gives seconds, where what is drafted may depend on how long rounds take.
+        `clock`: gives seconds, where what is drafted may depend on how long rounds take, and on earlier texts.
         """
         ...
 
@@ -155,7 +155,9 @@ class AutoPolicy:
         self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
     ) -> Speculator | None:
         """Looks up, beside the draft model if it is worth its start."""
-        lookup = LookupDrafter(experience.history, self.successors)
+        # A seed repeats its text, whatever earlier texts there are.
+        history = experience.history if clock is not None else History(0)
+        lookup = LookupDrafter(history, self.successors)
         model = drafter if decision.action.draft_len else None
         ties = experience.near_ties
         costs = RoundCosts(self.costs.profile, experience.round_times if clock is not None else None)

@@ -1,6 +1,7 @@
 """The files of a directory and the index of them: every change keeps both together, whoever else is at work."""
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from rakvctl.core.prefixes import bucket_digest, prompt_digest
 from rakvctl.core.types import PrefixEntry
 
 INDEX_NAME, ENTRIES_NAME = "index.sqlite", "entries"
+# No prompt of any model takes more; what does is refused unread.
+_MOST_BYTES = 2**40
 _SUFFIX, _UNFINISHED = ".safetensors", ".unfinished-"
 
 
@@ -41,7 +44,7 @@ class Shelf:
         """
         path = self.path(key)
         try:
-            entry = read_entry(path, self.budget_bytes)
+            entry = read_entry(path, _MOST_BYTES)
         except DamagedEntryError:
             if os.path.lexists(path):
                 raise
@@ -75,7 +78,7 @@ class Shelf:
         """Remove an entry."""
         with self.index.writing():
             self.index.remove(key)
-            self.path(key).unlink(missing_ok=True)
+            _remove(self.path(key))
 
     def sweep(self, on_damage: Callable[[str], None]) -> None:
         """Bring files and index together again, as after a crash.
@@ -85,15 +88,12 @@ class Shelf:
         with self.index.writing():
             rows = {row.key: row for row in self.index.by_recency()}
             for path in sorted(self._entries.iterdir()):
-                if path.is_dir() and not path.is_symlink():
-                    continue
                 if path.suffix != _SUFFIX:
-                    path.unlink()
+                    _remove(path)
                 elif rows.pop(path.stem, None) is None:
                     self._adopt(path, on_damage)
             for key in rows:
                 self.index.remove(key)
-            self._make_room(0)
 
     def verify(self) -> list[str]:
         """Read all there is, and drop what is damaged; says what that was."""
@@ -102,7 +102,7 @@ class Shelf:
         for row in self.index.by_recency():
             try:
                 if self.read(row.key) is not None:
-                    EntryFile(self.path(row.key), self.budget_bytes).verify()
+                    EntryFile(self.path(row.key), _MOST_BYTES).verify()
             except DamagedEntryError as error:
                 problems.append(str(error))
                 self.drop(row.key)
@@ -114,19 +114,18 @@ class Shelf:
             num_entries = len(self.index.by_recency())
             self.index.clear()
             for path in self._entries.iterdir():
-                if path.is_symlink() or not path.is_dir():
-                    path.unlink()
+                _remove(path)
         return num_entries
 
     def _adopt(self, path: Path, on_damage: Callable[[str], None]) -> None:
         """Take a file into the index that is in none: its process, or the index, came to its end too early."""
         try:
-            entry = read_entry(path, self.budget_bytes)
+            entry = read_entry(path, _MOST_BYTES)
             if _key(entry) != path.stem:
                 raise DamagedEntryError(f"{path.name} is another entry")
         except DamagedEntryError as error:
             on_damage(str(error))
-            path.unlink()
+            _remove(path)
             return
         self.index.put(_row(entry, path.stat().st_size))
 
@@ -136,7 +135,7 @@ class Shelf:
         for row in self.index.by_recency():
             if total + num_bytes <= self.budget_bytes:
                 return
-            self.path(row.key).unlink(missing_ok=True)
+            _remove(self.path(row.key))
             self.index.remove(row.key)
             total -= row.num_bytes
 
@@ -156,6 +155,14 @@ def _row(entry: PrefixEntry, num_bytes: int) -> Row:
     ids = entry.token_ids.astype("<i8").tobytes()
     bucket = bucket_digest(entry.model_key, entry.token_ids).hex()
     return Row(_key(entry), bucket, entry.model_key, ids, num_bytes, time.time())
+
+
+def _remove(path: Path) -> None:
+    """Remove what lies at a place where only files of ours belong, and never what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _synchronize(directory: Path) -> None:

@@ -116,6 +116,11 @@ class DiskTier:
                 key, most = prompt_digest(model_key, ids).hex(), self.budget_bytes // _TEXTS_PART
                 shelf.index.add_text(key, model_key, ids.tobytes(), most)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether the directory can be read and written; if not, nothing is found and nothing kept."""
+        return self._shelf is not None
+
     def close(self) -> None:
         """Let go of the directory."""
         if self._shelf is not None:
