@@ -199,11 +199,23 @@ def _of_another_shape(path: Path) -> None:
     """As a program would write it that knows the format: every checksum is right."""
     arrays = load_file(path)
     name = next(name for name in arrays if name.startswith("states-"))
-    arrays[name] = arrays[name][:-3].copy()
+    _rewritten(path, states={name: arrays[name][:-3].copy()})
+
+
+def _rewritten(path: Path, states: dict[str, np.ndarray] | None = None, **fields: np.ndarray) -> None:
+    """The same entry with other states or fields, and right checksums."""
+    arrays = load_file(path)
+    blocks = {name: array for name, array in arrays.items() if name.startswith("states-")} | (states or {})
+    entry = entry_file.read_entry(path, BUDGET)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry_file, "_blocks", lambda _: {name: arrays[name] for name in arrays if "states" in name})
-        entry = entry_file.read_entry(path, BUDGET)
-        entry_file.write_entry(path, replace(entry, token_ids=arrays["ids.0"], next_logits=arrays["logits.0"]))
+        patch.setattr(entry_file, "_blocks", lambda _: blocks)
+        kept = {"token_ids": arrays["ids.0"], "next_logits": arrays["logits.0"]}
+        entry_file.write_entry(path, replace(entry, **(kept | fields)))
+
+
+def _with_fewer_scores(path: Path) -> None:
+    """Of another vocabulary, all checksums right: its best token would be one of this model's all the same."""
+    _rewritten(path, next_logits=load_file(path)["logits.0"][:7].copy())
 
 
 def _of_another_model(path: Path) -> None:
@@ -230,6 +242,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "flipped in the states": lambda path: _flipped(path, 0.7),
     "flipped at the end": lambda path: _flipped(path, 1.0),
     "of another shape": _of_another_shape,
+    "with fewer scores": _with_fewer_scores,
     "of another model": _of_another_model,
     "a symlink": _symlinked,
     "without checksums": _without_checksums,

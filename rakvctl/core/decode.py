@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rakvctl.core.engine import Engine
+from rakvctl.core.errors import DamagedEntryError
 from rakvctl.core.seams import Logits
 from rakvctl.core.speculators import Speculator
 from rakvctl.core.types import PrefixMatch, Proposal, Request, StepEvent
@@ -62,8 +63,11 @@ def restore_prefix(engine: Engine, match: PrefixMatch | None) -> None:
     Raises DamagedEntryError where that turns out to be unusable; nothing is in the cache then.
     """
     engine.rollback(0)
-    if match is not None:
-        engine.restore(match.entry.kv, match.num_cloned_tokens)
+    if match is None:
+        return
+    if match.exact and match.entry.next_logits.shape != (engine.vocab_size,):
+        raise DamagedEntryError(f"{match.entry.next_logits.size} stored scores for {engine.vocab_size} tokens")
+    engine.restore(match.entry.kv, match.num_cloned_tokens)
 
 
 def prefill_rest(engine: Engine, prompt_token_ids: tuple[int, ...], match: PrefixMatch | None) -> Logits:

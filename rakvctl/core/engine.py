@@ -27,6 +27,11 @@ class Engine:
         return self._backend.max_positions
 
     @property
+    def vocab_size(self) -> int:
+        """How many scores each position has."""
+        return self._backend.vocab_size
+
+    @property
     def info(self) -> EngineInfo:
         """What its times depend on."""
         return self._backend.info

@@ -116,6 +116,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """How many scores each position has."""
+        ...
+
+    @property
     def can_rollback(self) -> bool:
         """Whether the cache can forget, copy and restore positions; recurrent states cannot."""
         ...

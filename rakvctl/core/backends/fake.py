@@ -168,7 +168,7 @@ class FakeBackend:
         self.max_positions = max_positions
         self.num_passes = 0
         self._seed = seed
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._context = context
         self._noise = noise
 
@@ -182,7 +182,7 @@ class FakeBackend:
             num_threads=1,
             dtype="float32",
             versions="none",
-            weight_bytes=self._vocab_size,
+            weight_bytes=self.vocab_size,
             digest=self.model_key,
         )
 
@@ -220,4 +220,4 @@ class FakeBackend:
 
     def _draw(self, stream: str, ids: list[int]) -> np.ndarray:
         digest = hashlib.blake2b(f"{stream} {self._seed} {ids}".encode(), digest_size=8).digest()
-        return np.random.default_rng(int.from_bytes(digest)).normal(size=self._vocab_size)
+        return np.random.default_rng(int.from_bytes(digest)).normal(size=self.vocab_size)

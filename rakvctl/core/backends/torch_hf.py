@@ -84,7 +84,7 @@ class TorchBackend:
         self._model = model
         self._weight_bytes = weight_bytes
         self._digest = digest
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._cache_argument = _cache_argument(model)
         self.model_key = model_key
         self.can_rollback = keeps_all_positions(model.config)
@@ -158,7 +158,7 @@ class TorchBackend:
         states = self._cache if isinstance(self._cache, TorchKVCache) else self._cache.states
         output = self._model(input_ids=ids, use_cache=True, logits_to_keep=num_logits, **{self._cache_argument: states})
         self._cache.commit(len(token_ids))
-        return TorchLogits(output.logits[0, -num_logits:, : self._vocab_size])
+        return TorchLogits(output.logits[0, -num_logits:, : self.vocab_size])
 
     @torch.inference_mode()
     def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
@@ -174,7 +174,7 @@ class TorchBackend:
         output = self._model(
             input_ids=ids, position_ids=positions, attention_mask=mask[None, None], use_cache=False, logits_to_keep=0
         )
-        return TorchLogits(output.logits[0, 1:, : self._vocab_size]).argmax()
+        return TorchLogits(output.logits[0, 1:, : self.vocab_size]).argmax()
 
 
 def _takes_any_mask(model: Any) -> bool:
