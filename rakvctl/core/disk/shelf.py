@@ -120,14 +120,13 @@ class Shelf:
     def _adopt(self, path: Path, on_damage: Callable[[str], None]) -> None:
         """Take a file into the index that is in none: its process, or the index, came to its end too early."""
         try:
-            entry = read_entry(path, _MOST_BYTES)
-            if _key(entry) != path.stem:
-                raise DamagedEntryError(f"{path.name} is another entry")
+            entry = self.read(path.stem)
         except DamagedEntryError as error:
             on_damage(str(error))
             _remove(path)
-            return
-        self.index.put(_row(entry, path.stat().st_size))
+        else:
+            if entry is not None:
+                self.index.put(_row(entry, path.stat().st_size))
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict the least recently used entries until so much more fits."""
