@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -126,8 +127,8 @@ def write_gguf(path: Path, *, without: str | None = None) -> Any:
 
     `without`: the name of a weight to leave out, as transformers calls it.
     """
-    model, tokenizer = random_model("llama"), byte_tokenizer()
-    config, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    model = random_model("llama")
+    config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -138,6 +139,59 @@ def write_gguf(path: Path, *, without: str | None = None) -> Any:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_tokenizer(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    weights = {name: weight for name, weight in model.state_dict().items() if name != without}
+    for name, weight in weights.items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        # llama.cpp rotates pairs of neighbouring rows, transformers the two halves of a head.
+        rows = weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape) if heads else weight
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), rows.contiguous().numpy())
+    _finish(writer)
+    return model
+
+
+def write_recurrent_gguf(path: Path) -> None:
+    """Write a random Mamba as a GGUF file."""
+    width, inner, state, rank, kernel = 32, 64, 8, 4, 4
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.add_block_count(1)
+    writer.add_context_length(512)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    _add_tokenizer(writer)
+    shapes = {
+        "token_embd.weight": (VOCAB_SIZE, width),
+        "output_norm.weight": (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.ssm_in.weight": (2 * inner, width),
+        "blk.0.ssm_conv1d.weight": (inner, kernel),
+        "blk.0.ssm_conv1d.bias": (inner,),
+        "blk.0.ssm_x.weight": (rank + 2 * state, inner),
+        "blk.0.ssm_dt.weight": (inner, rank),
+        "blk.0.ssm_dt.bias": (inner,),
+        "blk.0.ssm_a": (inner, state),
+        "blk.0.ssm_d": (inner,),
+        "blk.0.ssm_out.weight": (width, inner),
+    }
+    for name, shape in shapes.items():
+        drawn = random.normal(scale=_SPREAD, size=shape).astype(np.float32)
+        # Decays are negative, or states would grow.
+        writer.add_tensor(name, -np.abs(drawn) if name.endswith("ssm_a") else drawn)
+    _finish(writer)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """The byte-level tokenizer, as llama.cpp keeps one."""
+    tokenizer = byte_tokenizer()
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     writer.add_vocab_size(VOCAB_SIZE)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -147,15 +201,10 @@ def write_gguf(path: Path, *, without: str | None = None) -> Any:
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
     writer.add_eos_token_id(end)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    weights = {name: weight for name, weight in model.state_dict().items() if name != without}
-    for name, weight in weights.items():
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        # llama.cpp rotates pairs of neighbouring rows, transformers the two halves of a head.
-        rows = weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape) if heads else weight
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), rows.contiguous().numpy())
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from rakvctl.core.loading import load_codec
+from rakvctl.core.backends.torch_loader import load_codec
 from rakvctl.core.models import find_model
 
 # Layers, width, heads.

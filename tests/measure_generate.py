@@ -24,8 +24,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from rakvctl.core.backends.torch_load import load_backend
+from rakvctl.core.backends.torch_loader import load_codec
 from rakvctl.core.engine import Engine
-from rakvctl.core.loading import load_codec
 from rakvctl.core.models import find_model
 from rakvctl.core.types import Request, SamplingParams
 from tests.serving import Pair

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rakvctl.core.acceptance import Experience
-from rakvctl.core.backends.fake import FakeBackend, FakeCosts, FakeLogits, VirtualClock
+from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.backends.fake import FakeBackend, FakeCosts, VirtualClock
 from rakvctl.core.cost import DRAFT_LENS, CostModel
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
@@ -44,17 +45,17 @@ class StrictBackend(FakeBackend):
 
     sign = 1
 
-    def forward(self, token_ids: Tokens[int], num_logits: int) -> FakeLogits:
+    def forward(self, token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
         assert token_ids, "a pass over nothing"
         assert self.max_positions is None or self.cache.length + len(token_ids) <= self.max_positions
         logits = super().forward(token_ids, num_logits)
-        return FakeLogits(self.sign * logits.scores)
+        return ArrayLogits(self.sign * logits.scores)
 
 
 class WarmingBackend(StrictBackend):
     """The first pass over so many tokens takes 7 ms more, as where kernels are made for each length."""
 
-    def forward(self, token_ids: Tokens[int], num_logits: int) -> FakeLogits:
+    def forward(self, token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
         self.__dict__.setdefault("seen", set())
         if len(token_ids) not in self.__dict__["seen"]:
             self.__dict__["seen"].add(len(token_ids))

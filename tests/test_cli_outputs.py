@@ -22,6 +22,7 @@ from rakvctl.cli.outputs import empty, open_output, refuse_overwriting, resume_o
 from rakvctl.cli.prompt_files import file_status
 from rakvctl.cli.render import JsonlWriter, TextWriter, Writer, completion_record, error_record, print_error
 from rakvctl.cli.stats import Totals
+from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.errors import RakvError, RequestError, UsageError
 from rakvctl.core.types import Action, Completion, CostBreakdown, Decision, StepEvent
 
@@ -467,10 +468,12 @@ def test_a_file_that_cannot_be_rewritten_is_left_as_it_was(read_only_directory: 
 def shown(totals: Totals) -> dict[str, str]:
     """The table's rows by name."""
     console = Console(file=io.StringIO(), width=200)
-    totals.show(console)
+    totals.show(console, FakeBackend().info)
     assert isinstance(console.file, io.StringIO)
     cells = [line.split("  ", 1) for line in console.file.getvalue().splitlines()]
-    return {name.strip(): value.strip() for name, value in cells}
+    rows = {name.strip(): value.strip() for name, value in cells}
+    assert rows.pop("engine") == "fake; float32 on cpu, 1 thread; none"
+    return rows
 
 
 def test_totals_of_nothing_divide_by_nothing() -> None:

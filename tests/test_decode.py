@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rakvctl.core.backends.fake import FakeBackend, FakeLogits
+from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.errors import RequestError
 from rakvctl.core.types import Completion, Request, SamplingParams
 from tests.fakes import LETTERS, FakeRuntime
@@ -156,7 +157,7 @@ def test_stored_draft_states_spare_the_drafts_prefill() -> None:
     fed: list[int] = []
     forward = fake.draft.forward
 
-    def counted(token_ids: Tokens[int], num_logits: int) -> FakeLogits:
+    def counted(token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
         fed.append(len(token_ids))
         return forward(token_ids, num_logits)
 
@@ -170,7 +171,7 @@ def watch_length(backend: FakeBackend) -> list[int]:
     lengths: list[int] = []
     forward = backend.forward
 
-    def watched(token_ids: Tokens[int], num_logits: int) -> FakeLogits:
+    def watched(token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
         logits = forward(token_ids, num_logits)
         lengths.append(backend.cache.length)
         return logits
@@ -213,7 +214,7 @@ def test_a_failed_pass_leaves_clean_caches_and_stores_nothing(policy: str, faili
     expected = plain(fake, PROMPT, 24)
     forward, start = fake.target.forward, fake.target.num_passes
 
-    def broken(token_ids: Tokens[int], num_logits: int) -> FakeLogits:
+    def broken(token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
         if fake.target.num_passes - start == failing_pass:
             raise RuntimeError("out of memory")
         return forward(token_ids, num_logits)

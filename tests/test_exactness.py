@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rakvctl.core.backends.torch_load import load_backend
-from rakvctl.core.loading import load_codec
+from rakvctl.core.backends.torch_loader import load_codec
 from rakvctl.core.models import ModelFiles, find_model
 from rakvctl.core.types import Request, SamplingParams
 from tests.profiles import toy_profile

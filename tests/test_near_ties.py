@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rakvctl.core.backends.fake import FakeBackend, FakeLogits
+from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.drafters import ModelDrafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.exactness import logit_difference
@@ -31,19 +32,19 @@ class WidthDependentBackend(FakeBackend):
 
     error = 0.3
 
-    def forward(self, token_ids: Sequence[int], num_logits: int) -> FakeLogits:
+    def forward(self, token_ids: Sequence[int], num_logits: int) -> ArrayLogits:
         scores = super().forward(token_ids, num_logits).scores
         if len(token_ids) > 1:
             digest = hashlib.blake2b(repr((tuple(token_ids), self.cache.length)).encode(), digest_size=8).digest()
             rng = np.random.default_rng(int.from_bytes(digest))
             scores = scores + rng.uniform(-self.error, self.error, scores.shape).astype(np.float32)
-        return FakeLogits(scores)
+        return ArrayLogits(scores)
 
 
 class LimitedBackend(WidthDependentBackend):
     """Has no positions beyond its own, as a model with learned ones."""
 
-    def forward(self, token_ids: Sequence[int], num_logits: int) -> FakeLogits:
+    def forward(self, token_ids: Sequence[int], num_logits: int) -> ArrayLogits:
         assert self.max_positions is None or self.cache.length + len(token_ids) <= self.max_positions
         return super().forward(token_ids, num_logits)
 
@@ -99,9 +100,9 @@ def test_an_undecided_token_is_chosen_by_the_next_round_alone() -> None:
             assert event.num_judged_tokens == event.num_accepted_tokens, "nothing was refused"
 
 
-def scores(*margins: float) -> FakeLogits:
+def scores(*margins: float) -> ArrayLogits:
     """Token 0 is best everywhere, token 1 second by these margins."""
-    return FakeLogits(np.array([[1.0, 1.0 - margin, -5.0] for margin in margins], dtype=np.float32))
+    return ArrayLogits(np.array([[1.0, 1.0 - margin, -5.0] for margin in margins], dtype=np.float32))
 
 
 def test_only_ties_up_to_the_first_refusal_matter() -> None:

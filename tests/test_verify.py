@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rakvctl.core.backends.fake import FakeLogits
+from rakvctl.core.backends.array_logits import ArrayLogits
 from rakvctl.core.types import Proposal, SamplingParams
 from rakvctl.core.verify import GreedyVerifier, SamplingVerifier, distribution, make_verifier
 
@@ -14,10 +14,10 @@ V = 5
 NUM_DRAWS = 8_000
 
 
-def logits_of(*best: int) -> FakeLogits:
+def logits_of(*best: int) -> ArrayLogits:
     scores = np.zeros((len(best), V), dtype=np.float32)
     scores[np.arange(len(best)), list(best)] = 1.0
-    return FakeLogits(scores)
+    return ArrayLogits(scores)
 
 
 @given(st.lists(st.integers(0, V - 1), max_size=6), st.lists(st.integers(0, V - 1), min_size=7, max_size=7))
@@ -29,7 +29,7 @@ def test_greedy_emits_exactly_what_stepwise_argmax_would(drafted: list[int], bes
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
-    assert GreedyVerifier().choose(FakeLogits(np.ones((1, V), dtype=np.float32)))[0] == 0
+    assert GreedyVerifier().choose(ArrayLogits(np.ones((1, V), dtype=np.float32)))[0] == 0
 
 
 def test_temperature_zero_is_greedy() -> None:
@@ -51,11 +51,11 @@ def chain_tokens(draft: np.ndarray | None, target: np.ndarray, seed: int) -> np.
             if draft is None:
                 tokens.append(1)
             else:
-                token, prob = verifier.choose(FakeLogits(draft[tokens[-1] if tokens else 0][None]))
+                token, prob = verifier.choose(ArrayLogits(draft[tokens[-1] if tokens else 0][None]))
                 tokens.append(token)
                 probs.append(prob)
         proposal = Proposal(tuple(tokens), np.stack(probs) if probs else None)
-        scores = FakeLogits(target[[0, *tokens]])
+        scores = ArrayLogits(target[[0, *tokens]])
         accepted, following = verifier.accept(proposal, scores)
         emitted = [*tokens[:accepted], following][:2]
         row[: len(emitted)] = emitted
@@ -91,9 +91,9 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     verifier = SamplingVerifier(SamplingParams(temperature=1.0, seed=1))
     scores = np.random.default_rng(2).normal(size=(4, V)).astype(np.float32)
     for _ in range(200):
-        draws = [verifier.choose(FakeLogits(row[None])) for row in scores[:3]]
+        draws = [verifier.choose(ArrayLogits(row[None])) for row in scores[:3]]
         proposal = Proposal(tuple(token for token, _ in draws), np.stack([probs for _, probs in draws]))
-        assert verifier.accept(proposal, FakeLogits(scores))[0] == 3
+        assert verifier.accept(proposal, ArrayLogits(scores))[0] == 3
 
 
 def test_a_token_the_target_excludes_is_never_emitted() -> None:
@@ -101,7 +101,7 @@ def test_a_token_the_target_excludes_is_never_emitted() -> None:
     verifier = SamplingVerifier(params)
     scores = np.array([[5.0, 4.0, 1.0, 0.0, -1.0]] * 2, dtype=np.float32)
     for _ in range(300):
-        accepted, following = verifier.accept(Proposal((3,)), FakeLogits(scores))
+        accepted, following = verifier.accept(Proposal((3,)), ArrayLogits(scores))
         assert accepted == 0
         assert following in (0, 1)
 
@@ -126,7 +126,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
-    scores = FakeLogits(np.random.default_rng(0).normal(size=(1, V)).astype(np.float32))
+    scores = ArrayLogits(np.random.default_rng(0).normal(size=(1, V)).astype(np.float32))
     runs = []
     for _ in range(2):
         verifier = SamplingVerifier(SamplingParams(temperature=1.0, seed=11))

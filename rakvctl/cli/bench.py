@@ -10,7 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rakvctl.cli import inputs, render
-from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, Profile, Target, Threads
+from rakvctl.cli.options import (
+    AsJson,
+    Backend,
+    BackendName,
+    ContextSize,
+    Device,
+    Draft,
+    Dtype,
+    DtypeOption,
+    Exact,
+    InputFormat,
+    KVTypeOption,
+    Profile,
+    Target,
+    Threads,
+)
 from rakvctl.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,11 +44,11 @@ class Study(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What concerns the study and not the models."""
+    """What concerns the study and not the models. `peers` None: the plain one of the same engine."""
 
     study: Study
     policies: list[str]
-    peers: list[str]
+    peers: list[str] | None
     hits: list[str]
     limit: int
     repeats: int
@@ -47,10 +62,14 @@ class BenchOptions:
 def bench(
     target: Target = "tiny",
     draft: Draft = None,
+    backend: Backend = BackendName.AUTO,
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
+    kv_type: KVTypeOption = None,
+    context_size: ContextSize = None,
     profile: Profile = "auto",
+    exact: Exact = False,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,13 +130,15 @@ def bench(
         ),
     ] = "ar,kv,spec-4,joint-4,rakv,auto",
     peers: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="LIST",
             rich_help_panel=_WORK,
-            help="hf-generate, hf-prompt-lookup[-K], hf-assisted: transformers itself; none: no peers.",
+            help="hf-generate, hf-prompt-lookup[-K], hf-assisted: transformers itself; llama-cpp, "
+            "llama-cpp-prompt-lookup[-K]: llama-cpp-python itself, with its own settings; none: no peers.",
+            show_default="the plain one of the same engine",
         ),
-    ] = "hf-generate",
+    ] = None,
     output_dir: Annotated[
         Path, typer.Option(metavar="DIR", rich_help_panel=_FILES, help="Where results.json and report.md go.")
     ] = Path("bench-results"),
@@ -136,7 +157,7 @@ def bench(
     options = BenchOptions(
         study=study,
         policies=_names(policies),
-        peers=[name for name in _names(peers) if name != "none"],
+        peers=None if peers is None else [name for name in _names(peers) if name != "none"],
         hits=_names(hits),
         limit=limit,
         repeats=repeats,
@@ -153,7 +174,16 @@ def bench(
     return run_bench(
         _workloads(workload or ["mixed"], data, limit),
         RuntimeOptions(
-            target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile
+            target=target,
+            draft=draft,
+            backend=backend.value,
+            device=device,
+            dtype=dtype.value,
+            num_threads=threads,
+            kv_type=kv_type.value if kv_type else None,
+            context_size=context_size,
+            profile=profile,
+            exact=exact,
         ),
         options,
     )

@@ -10,14 +10,13 @@ from rakvctl.cli import bench_tables, render
 from rakvctl.cli.bench import BenchOptions
 from rakvctl.core.errors import UsageError
 from rakvctl.core.loading import RuntimeOptions
-from rakvctl.core.models import find_model
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.measure import plots, report, results
 from rakvctl.measure.arms import Arm, PolicyArm
 from rakvctl.measure.bench import REFERENCE, Bench, Mismatch, Sample
 from rakvctl.measure.controller import ControllerStudy
-from rakvctl.measure.peers import make_peers
+from rakvctl.measure.peers import default_peers, make_peers
 from rakvctl.measure.sensitivity import SensitivityRun, SensitivityStudy, crossovers, medians
 from rakvctl.measure.tasks import controller_tasks, encode, make_tasks
 from rakvctl.measure.trials import ControllerRun, num_unequal
@@ -82,16 +81,26 @@ def baselines(
             rows=report.summary_rows(summaries),
             show=lambda: bench_tables.show_baselines(summaries, bench.mismatches, bench.overhead_ms),
             plot=lambda folder: plots.plot_latency(summaries, folder),
-            difference=_difference(bench.mismatches) if pair.target.info.dtype == "float32" else None,
+            difference=_difference(_failures(bench.mismatches, pair, profile)),
         )
 
     return Study(runs(), len(tasks) * len(arms) * options.repeats, sum_up)
 
 
+def _must_be_equal(pair: ModelPair, profile: HardwareProfile) -> bool:
+    """Whether no output may differ; where passes of other widths round otherwise, differences are counted only."""
+    return pair.target.info.dtype == "float32" or profile.logit_difference == 0.0
+
+
+def _failures(mismatches: Sequence[Mismatch], pair: ModelPair, profile: HardwareProfile) -> list[Mismatch]:
+    """The mismatches that may not be; a peer on llama.cpp computes in its own way, whatever ours is."""
+    if not _must_be_equal(pair, profile):
+        return []
+    return [mismatch for mismatch in mismatches if not mismatch.arm.startswith("llama-cpp")]
+
+
 def _difference(mismatches: Sequence[Mismatch]) -> str | None:
-    """The first mismatch, in words; in half precision, where passes of other widths round otherwise, they are counted
-    only.
-    """
+    """The first mismatch, in words."""
     if not mismatches:
         return None
     first = mismatches[0]
@@ -110,16 +119,19 @@ def _arms(
     pair: ModelPair, profile: HardwareProfile, runtime_options: RuntimeOptions, options: BenchOptions
 ) -> list[Arm]:
     names = list(dict.fromkeys([REFERENCE, *options.policies]))
-    draft_name = pair.draft_name or None
-    target = find_model(runtime_options.target, "target", render.print_note)
-    draft = find_model(draft_name, "draft", render.print_note) if draft_name else None
     drafting = [name for name in names if name.startswith(("spec-", "joint-"))]
-    if drafting and draft is None:
+    if drafting and not pair.draft_name:
         render.print_note(f"no draft model: {', '.join(drafting)} are left out")
         names = [name for name in names if name not in drafting]
     policies: list[Arm] = [PolicyArm(pair, name, profile, time.perf_counter) for name in names]
-    peers = make_peers(options.peers, pair, target, draft, runtime_options.device, time.perf_counter)
-    return [*policies, *peers]
+    return [
+        *policies,
+        *make_peers(_peers(runtime_options, options), pair, runtime_options, time.perf_counter, render.print_note),
+    ]
+
+
+def _peers(runtime_options: RuntimeOptions, options: BenchOptions) -> list[str]:
+    return default_peers(runtime_options) if options.peers is None else options.peers
 
 
 def controller(
@@ -140,7 +152,7 @@ def controller(
             rows=rows,
             show=lambda: bench_tables.show_rows("The controller against every action", rows),
             plot=lambda folder: plots.plot_predictions(runs, folder),
-            difference=_unequal(unequal) if pair.target.info.dtype == "float32" else None,
+            difference=_unequal(unequal) if _must_be_equal(pair, profile) else None,
         )
 
     return Study(study.run(tasks), len(tasks), sum_up)
@@ -167,7 +179,7 @@ def sensitivity(
             rows=rows,
             show=lambda: bench_tables.show_rows("The least alpha from which drafting pays", rows),
             plot=lambda folder: plots.plot_sensitivity(points, folder),
-            difference=_unequal(unequal) if pair.target.info.dtype == "float32" else None,
+            difference=_unequal(unequal) if _must_be_equal(pair, profile) else None,
         )
 
     return Study(study.run(prompts), len(prompts) * len(study.cells), sum_up)

@@ -11,6 +11,9 @@ import typer
 from rakvctl.cli import inputs, outputs, progress, render
 from rakvctl.cli.options import (
     AsJson,
+    Backend,
+    BackendName,
+    ContextSize,
     Device,
     Draft,
     Dtype,
@@ -18,6 +21,7 @@ from rakvctl.cli.options import (
     Exact,
     InputFormat,
     KVDir,
+    KVTypeOption,
     Profile,
     Target,
     Threads,
@@ -43,9 +47,12 @@ def calibrate(
     context: typer.Context,
     target: Target = "tiny",
     draft: Draft = None,
+    backend: Backend = BackendName.AUTO,
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
+    kv_type: KVTypeOption = None,
+    context_size: ContextSize = None,
     profile: Profile = "auto",
     exact: Exact = False,
     kv_dir: KVDir = None,
@@ -107,7 +114,16 @@ def calibrate(
         contents = _contents(prompts, out) if prompts is not None else []
         refuse_unwritable(out or profile_directory() / "profile.yaml")
     choice = Choice(
-        target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile, exact=exact
+        target=target,
+        draft=draft,
+        backend=backend.value,
+        device=device,
+        dtype=dtype.value,
+        num_threads=threads,
+        kv_type=kv_type.value if kv_type else None,
+        context_size=context_size,
+        profile=profile,
+        exact=exact,
     )
     pair = _load(choice, kv_dir)
     if check:

@@ -9,7 +9,23 @@ from typing import Annotated, Any
 import typer
 
 from rakvctl.cli import cost_table, inputs, progress, render
-from rakvctl.cli.options import AsJson, Device, Draft, Dtype, DtypeOption, InputFormat, KVDir, Profile, Target, Threads
+from rakvctl.cli.options import (
+    AsJson,
+    Backend,
+    BackendName,
+    ContextSize,
+    Device,
+    Draft,
+    Dtype,
+    DtypeOption,
+    Exact,
+    InputFormat,
+    KVDir,
+    KVTypeOption,
+    Profile,
+    Target,
+    Threads,
+)
 from rakvctl.cli.sources import is_default
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
@@ -32,10 +48,14 @@ def explain(
     ] = None,
     target: Target = "tiny",
     draft: Draft = None,
+    backend: Backend = BackendName.AUTO,
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
+    kv_type: KVTypeOption = None,
+    context_size: ContextSize = None,
     profile: Profile = "auto",
+    exact: Exact = False,
     kv_dir: KVDir = None,
     prompt_tokens: Annotated[
         int | None,
@@ -74,7 +94,18 @@ def explain(
 ) -> int:
     """Show what each action is expected to cost, and which one is chosen."""
     _refuse_nonsense(prompt, prompt_tokens, cached, max_new_tokens, alpha, plot)
-    choice = Choice(target=target, draft=draft, device=device, dtype=dtype.value, num_threads=threads, profile=profile)
+    choice = Choice(
+        target=target,
+        draft=draft,
+        backend=backend.value,
+        device=device,
+        dtype=dtype.value,
+        num_threads=threads,
+        kv_type=kv_type.value if kv_type else None,
+        context_size=context_size,
+        profile=profile,
+        exact=exact,
+    )
     if prompt_tokens is not None:
         measured = known_profile(choice, _asked_pair(context), render.print_note)
         features = described(measured, prompt_tokens, cached, max_new_tokens)

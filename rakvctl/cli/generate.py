@@ -70,7 +70,7 @@ def generate(source: PromptSource, runtime_options: RuntimeOptions, options: Gen
         except KeyboardInterrupt as error:
             raise _interruption(options.out, as_text) from error
     if options.stats:
-        totals.show(Console(stderr=True))
+        totals.show(Console(stderr=True), runtime.engine)
     if totals.num_failed and not as_text:
         num_prompts = totals.num_done + totals.num_failed
         render.print_error(f"{totals.num_failed} of {num_prompts} prompts failed", "see the records with an `error`")

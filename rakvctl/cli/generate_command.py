@@ -8,6 +8,9 @@ import typer
 
 from rakvctl.cli import inputs
 from rakvctl.cli.options import (
+    Backend,
+    BackendName,
+    ContextSize,
     Device,
     Draft,
     DrafterChoice,
@@ -17,6 +20,7 @@ from rakvctl.cli.options import (
     InputFormat,
     KVDir,
     KVDiskBudget,
+    KVTypeOption,
     OutputFormat,
     Profile,
     Target,
@@ -36,9 +40,12 @@ def generate(
     ] = None,
     target: Target = "tiny",
     draft: Draft = None,
+    backend: Backend = BackendName.AUTO,
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
     threads: Threads = None,
+    kv_type: KVTypeOption = None,
+    context_size: ContextSize = None,
     profile: Profile = "auto",
     exact: Exact = False,
     file: Annotated[
@@ -195,9 +202,12 @@ def generate(
         RuntimeOptions(
             target=target,
             draft=draft,
+            backend=backend.value,
             device=device,
             dtype=dtype.value,
             num_threads=threads,
+            kv_type=kv_type.value if kv_type else None,
+            context_size=context_size,
             policy=policy,
             drafter=drafter.value,
             profile=profile,

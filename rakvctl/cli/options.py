@@ -24,6 +24,23 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class BackendName(StrEnum):
+    """The engines that run a model."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    LLAMA_CPP = "llama-cpp"
+
+
+class KVType(StrEnum):
+    """The number types that llama.cpp keeps states in."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+
+
 class InputFormat(StrEnum):
     """How prompt files are read."""
 
@@ -134,6 +151,34 @@ DtypeOption = Annotated[
         help="Number type; auto is float32 on a CPU and the checkpoint's own type on a GPU.",
     ),
 ]
+Backend = Annotated[
+    BackendName,
+    typer.Option(
+        "--backend",
+        rich_help_panel=_MODELS,
+        help="The engine; auto takes llama.cpp for a .gguf file on a CPU if it is installed, else torch.",
+    ),
+]
+KVTypeOption = Annotated[
+    KVType | None,
+    typer.Option(
+        "--kv-type",
+        rich_help_panel=_MODELS,
+        help="On llama.cpp: number type of keys and values.",
+        show_default="bf16 keys and f16 values, of which passes of all widths make the same bits",
+    ),
+]
+ContextSize = Annotated[
+    int | None,
+    typer.Option(
+        "--context-size",
+        metavar="TOKENS",
+        min=2,
+        rich_help_panel=_MODELS,
+        help="On llama.cpp: the longest sequence, prompt and new tokens, in tokens.",
+        show_default="as long as the model was trained for; memory is taken as it is needed",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -142,7 +187,7 @@ Threads = Annotated[
         callback=_as_many_as_cores,
         rich_help_panel=_MODELS,
         help="CPU threads to compute with, at most one a core.",
-        show_default="torch's choice",
+        show_default="as many as there are cores, or torch's choice",
     ),
 ]
 Profile = Annotated[
@@ -162,7 +207,7 @@ Exact = Annotated[
         "--exact",
         rich_help_panel=_MODELS,
         help="Compute in a way that is measured to give the same bits in every pass, or fail. In float32 on x86 CPUs "
-        "that is so in any case; without it, near ties in half precision are decided by plain steps.",
+        "that is so in any case; otherwise near ties are decided by plain steps.",
     ),
 ]
 _METHOD = "Method"

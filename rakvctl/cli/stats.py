@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rakvctl.cli.page import counted
+from rakvctl.core.seams import EngineInfo
 from rakvctl.core.types import Completion
 
 
@@ -64,10 +65,12 @@ class Totals:
         """New tokens a second of serving, prefill included; 0 where nothing was served."""
         return self.num_tokens / self._total_ms * 1e3 if self._total_ms else 0.0
 
-    def show(self, console: Console) -> None:
-        """Print them as a table."""
+    def show(self, console: Console, engine: EngineInfo) -> None:
+        """Print them as a table, with the engine that served."""
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        for name, value in self._rows():
+        threads = counted(engine.num_threads, "thread")
+        served = ("engine", f"{engine.backend}; {engine.dtype} on {engine.device}, {threads}; {engine.versions}")
+        for name, value in [served, *self._rows()]:
             table.add_row(name, value)
         console.print(table)
 

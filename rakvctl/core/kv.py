@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rakvctl.core.errors import DamagedEntryError
-from rakvctl.core.seams import STATE_BLOCK_TOKENS, KVSnapshot
+from rakvctl.core.seams import KVSnapshot, state_blocks
 
 # How many keys the fused CPU attention works through at a time.
 BLOCK_TOKENS = 512
@@ -174,9 +174,11 @@ class TorchKVCache(Cache):  # type: ignore[misc]
     def _restore_arrays(self, snapshot: KVSnapshot, num_tokens: int) -> None:
         """Copy states from elsewhere block by block, each straight into the buffers."""
         buffers = [states for layer in self.layers if layer.is_initialized for states in (layer.keys, layer.values)]
-        for start in range(0, num_tokens, STATE_BLOCK_TOKENS):
-            end = min(start + STATE_BLOCK_TOKENS, snapshot.num_tokens)
-            arrays, count = snapshot.arrays(start, end), min(end, num_tokens) - start
+        for start, end in state_blocks(snapshot.num_tokens):
+            count = min(end, num_tokens) - start
+            if count <= 0:
+                break
+            arrays = snapshot.arrays(start, end)
             if not buffers or len(arrays) != len(buffers):
                 raise DamagedEntryError(f"{len(arrays)} arrays of states for {len(buffers)}")
             for buffer, array in zip(buffers, arrays, strict=True):

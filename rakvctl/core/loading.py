@@ -1,27 +1,23 @@
 """From options to loaded models and a `Runtime`: find the models, load what the policy needs, check that they fit."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from rakvctl.core.acceptance import initial_experience
-from rakvctl.core.backends import torch_load
 from rakvctl.core.cost import CostModel
 from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, RakvError, UsageError
 from rakvctl.core.exactness import logit_difference
+from rakvctl.core.loaders import Loader, make_loader
 from rakvctl.core.lookup import History, LookupDrafter
-from rakvctl.core.models import ModelFiles, Notify, default_draft, find_model
+from rakvctl.core.models import ModelFiles, Notify, default_draft
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import make_policy, policy_needs
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.successors import read_successors, successors_path
-from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
 
 # Of the budget for what is kept, this part goes to earlier texts where they are looked up in.
@@ -35,14 +31,17 @@ class RuntimeOptions:
     """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name.
 
     `exact`: only a target whose logits are the same bits in whatever pass. `kv_dir`: where stored prefixes outlive the
-    process, if they are to.
+    process, if they are to. `kv_type`, `context_size`: number type of states, and the most positions, on llama.cpp.
     """
 
     target: str = "tiny"
     draft: str | None = None
+    backend: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None
+    kv_type: str | None = None
+    context_size: int | None = None
     policy: str = "auto"
     drafter: str = "auto"
     profile: str = "auto"
@@ -59,24 +58,23 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     contradict each other.
     """
     draft_name = _draft_name(options)
-    if options.num_threads is not None:
-        torch_load.set_num_threads(options.num_threads)
-    target_files = find_model(options.target, "target", notify)
-    draft_files = find_model(draft_name, "draft", notify) if draft_name else None
-    codec = load_codec(target_files)
-    if draft_files is not None and load_codec(draft_files).token_map() != codec.token_map():
+    loader = make_loader(options)
+    target_files = loader.find(options.target, "target", notify)
+    draft_files = loader.find(draft_name, "draft", notify) if draft_name else None
+    codec = loader.load_codec(target_files)
+    if draft_files is not None and loader.load_codec(draft_files).token_map() != codec.token_map():
         raise ModelError(
             f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
             "take a draft with the target's tokenizer, or --draft none",
         )
     disk = _open_disk(options, notify)
     content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
-    target = _load_target(target_files, options, codec.vocab_size, content)
+    target = _load_target(loader, target_files, options.exact, codec.vocab_size, content)
     if not target.can_rollback:
         notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
     draft = None
     if draft_files is not None and target.can_rollback:
-        draft = _load_draft(draft_files, options, codec.vocab_size, notify)
+        draft = _load_draft(loader, draft_files, codec.vocab_size, notify)
     return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "", disk=disk)
 
 
@@ -132,21 +130,6 @@ def with_successors(pair: ModelPair, notify: Notify) -> ModelPair:
         return pair
 
 
-def load_codec(files: ModelFiles) -> TextCodec:
-    """Load a checkpoint's tokenizer and the tokens that end its sequences. Raises ModelError where it has none."""
-    try:
-        with torch_load.quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(files.location, local_files_only=True, trust_remote_code=False)
-        # Without any file some classes of transformers make up a tokenizer that knows next to nothing.
-        if not any((files.location / name).is_file() for name in tokenizer.vocab_files_names.values()):
-            raise FileNotFoundError("no vocabulary")
-        return TextCodec(tokenizer, _end_token_ids(files, tokenizer.eos_token_id))
-    except Exception as error:  # whatever transformers stumbles over in files that are not as they should be
-        raise ModelError(
-            f"cannot load the tokenizer of {files.name}", "the model needs its tokenizer and config files, undamaged"
-        ) from error
-
-
 def _draft_name(options: RuntimeOptions) -> str | None:
     """The draft model to load. Raises UsageError where the policy cannot do without and there is none."""
     use = policy_needs(options.policy).drafter
@@ -167,16 +150,15 @@ def _open_disk(options: RuntimeOptions, notify: Notify) -> DiskTier | None:
     return DiskTier(options.kv_dir.expanduser(), options.kv_disk_budget_bytes, notify)
 
 
-def _load_target(files: ModelFiles, options: RuntimeOptions, vocab_size: int, content: str) -> Engine:
-    """The target; where it must be exact, with the first kind of attention that is measured to be so.
+def _load_target(loader: Loader, files: ModelFiles, exact: bool, vocab_size: int, content: str) -> Engine:
+    """The target; where it must be exact, computing in the first way that is measured to be so.
 
     Raises ModelError where none is.
     """
     differences = []
-    for attention in ("auto", "eager") if options.exact else ("auto",):
-        backend = torch_load.load_backend(files, options.device, options.dtype, vocab_size, attention, content)
-        engine = Engine(backend)
-        if not options.exact or not engine.can_rollback:
+    for way in loader.ways if exact else loader.ways[:1]:
+        engine = Engine(loader.load(files, vocab_size, way, content))
+        if not exact or not engine.can_rollback:
             return engine
         differences.append(logit_difference(engine))
         if differences[-1] == 0.0:
@@ -184,23 +166,13 @@ def _load_target(files: ModelFiles, options: RuntimeOptions, vocab_size: int, co
     raise ModelError(
         f"in {engine.info.dtype} on {engine.info.device} the logits of {files.name} differ from pass to pass, "
         f"by up to {min(differences):.2g}",
-        "leave --exact out: near ties are then decided by plain steps; or try --dtype float32",
+        "leave --exact out: near ties are then decided by plain steps; or take other number types",
     )
 
 
-def _load_draft(files: ModelFiles, options: RuntimeOptions, vocab_size: int, notify: Notify) -> Engine | None:
-    engine = Engine(torch_load.load_backend(files, options.device, options.dtype, vocab_size))
+def _load_draft(loader: Loader, files: ModelFiles, vocab_size: int, notify: Notify) -> Engine | None:
+    engine = Engine(loader.load(files, vocab_size))
     if not engine.can_rollback:
         notify(f"draft {files.name} keeps recurrent states that cannot be rolled back: no speculation")
         return None
     return engine
-
-
-def _end_token_ids(files: ModelFiles, tokenizer_end: int | None) -> frozenset[int]:
-    """End tokens from the generation config, else from the model's config, else the tokenizer's."""
-    for name in ("generation_config.json", "config.json"):
-        path = files.location / name
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if ends is not None:
-            return frozenset(ends if isinstance(ends, list) else [ends])
-    return frozenset() if tokenizer_end is None else frozenset([tokenizer_end])

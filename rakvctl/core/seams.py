@@ -3,12 +3,16 @@
 No tensors are seen here, so that an engine whose states are not torch's fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# Gives seconds, as `time.perf_counter` does.
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,12 @@ class Logits(Protocol):
 
 # States are written to files and read from them in blocks of so many positions.
 STATE_BLOCK_TOKENS = 128
+
+
+def state_blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Where each block of so many positions begins and ends; the last one may be shorter than the others."""
+    for start in range(0, num_tokens, STATE_BLOCK_TOKENS):
+        yield start, min(start + STATE_BLOCK_TOKENS, num_tokens)
 
 
 class KVSnapshot(Protocol):

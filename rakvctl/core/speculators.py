@@ -1,14 +1,14 @@
 """Who drafts in a round: always the same drafter, or whoever is expected to be fastest."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, NearTies, expected_tokens
 from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.rounds import RoundCosts, best_prefix
-from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.seams import Clock, KVSnapshot
 from rakvctl.core.types import Proposal
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # What earlier texts say of a draft model counts as so many tokens judged in this one.
 _TEXT_PRIOR_TRIALS = 12.0
 _NOTHING = Proposal(())
-Clock = Callable[[], float]
 
 
 class Speculator(Protocol):

@@ -8,11 +8,12 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import make_policy
 from rakvctl.core.profile import LookupBin, MeasuredAcceptance
 from rakvctl.core.runtime import Runtime
+from rakvctl.core.seams import Clock
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Completion, Evidence, Request, SamplingParams
 from rakvctl.core.verify import GreedyVerifier
-from rakvctl.measure.timing import Clock, Progress
+from rakvctl.measure.timing import Progress
 
 _NEW_TOKENS = 32
 _POLICY = "spec-4"

@@ -13,10 +13,10 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import FixedPolicy, Policy, make_policy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
+from rakvctl.core.seams import Clock
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Action, PrefixEntry, Request, SamplingParams
-from rakvctl.measure.timing import Clock
 
 STORE_BYTES = 2**31
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rakvctl.core.engine import Engine
+from rakvctl.core.seams import Clock
 from rakvctl.measure.arms import Arm, Outcome, Task
-from rakvctl.measure.timing import Clock, no_garbage_collection
+from rakvctl.measure.timing import no_garbage_collection
 
 # Plain decoding: what all others have to equal, and are compared with.
 REFERENCE = "ar"

@@ -18,13 +18,14 @@ from rakvctl.core.profile import (
     MeasuredAcceptance,
     ModelCosts,
 )
+from rakvctl.core.seams import Clock
 from rakvctl.measure.acceptance import measure_acceptance
 from rakvctl.measure.grid import Grid, choose_grid
 from rakvctl.measure.probes import BANDWIDTH_BYTES, ProbeBench, Role
 from rakvctl.measure.statistics import mape_percent, spearman
 from rakvctl.measure.successors import measure_successors
 from rakvctl.measure.tasks import encode
-from rakvctl.measure.timing import Clock, Effort, Point, Probe, Progress, Spread, time_probes
+from rakvctl.measure.timing import Effort, Point, Probe, Progress, Spread, time_probes
 from rakvctl.measure.workloads import OWN, load_workload
 
 # One pass over all prefills may take this share of the time there is, so that there can be several.

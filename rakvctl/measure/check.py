@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.seams import Clock
 from rakvctl.measure.probes import ProbeBench
-from rakvctl.measure.timing import Clock, Effort, Point, time_probes
+from rakvctl.measure.timing import Effort, Point, time_probes
 
 # Two measurements of one thing differ by a few percent on a quiet machine and by ten on a busy one.
 TOLERANCE = 0.25

@@ -14,9 +14,10 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import AutoPolicy, FixedPolicy, Policy, RakvPolicy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
+from rakvctl.core.seams import Clock
 from rakvctl.core.types import Completion, PrefixEntry, Request, SamplingParams
 from rakvctl.measure.arms import Task, make_arm_runtime, store_of, stored_entries
-from rakvctl.measure.timing import Clock, no_garbage_collection
+from rakvctl.measure.timing import no_garbage_collection
 from rakvctl.measure.trials import ControllerRun, Trial
 
 

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.errors import ProfileError, UsageError
 from rakvctl.core.hardware import free_memory_bytes, processor_name
+from rakvctl.core.loaders import LLAMA_CPP, TORCH, choose_backend
 from rakvctl.core.models import Notify, default_draft
 from rakvctl.core.profile import Fingerprint, HardwareProfile, field_label
 from rakvctl.core.profile_file import read_profile
@@ -17,6 +19,8 @@ from rakvctl.measure.mending import Choice, mending
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 # A GPU's fingerprint holds its own name, which only torch knows; theirs is the option's.
 _NAMED_DEVICES = ("cpu", "mps")
+# Whose versions an engine's fingerprint holds.
+_LIBRARIES = {TORCH: ("torch", "transformers"), LLAMA_CPP: ("llama-cpp-python",)}
 
 
 def known_profile(choice: Choice, asked: Collection[str], notify: Notify) -> HardwareProfile:
@@ -45,6 +49,7 @@ def _named_profile(choice: Choice, asked: Collection[str], notify: Notify) -> Ha
 
 def _own_profile(choice: Choice, notify: Notify) -> HardwareProfile:
     pair = _pair(choice)
+    choice = replace(choice, backend=choose_backend(choice))
     found = {
         path: _differences(mark, _here(choice, mark) | _asked_hardware(choice, mark))
         for path, mark in find_profiles(pair["target"], pair["draft"])
@@ -73,6 +78,8 @@ def _pair(choice: Choice) -> dict[str, str]:
 def _asked_hardware(choice: Choice, mark: Fingerprint) -> dict[str, str | int]:
     """The fields of a fingerprint that options ask for."""
     asked: dict[str, str | int] = {}
+    if choice.backend != "auto" and _engine(mark) not in (None, choice.backend):
+        asked["backend"] = choice.backend
     if choice.num_threads is not None:
         asked["threads"] = choice.num_threads
     if choice.dtype != "auto":
@@ -85,21 +92,28 @@ def _asked_hardware(choice: Choice, mark: Fingerprint) -> dict[str, str | int]:
 def _here(choice: Choice, mark: Fingerprint) -> dict[str, str | int]:
     """The fields of a fingerprint that can be told of this machine without torch."""
     here: dict[str, str | int] = {"processor": processor_name()}
-    if choice.dtype == "auto" and mark.device == "cpu":
+    engine = _engine(mark)
+    if choice.dtype == "auto" and mark.device == "cpu" and engine != LLAMA_CPP:
         here["dtype"] = "float32"
-    versions = _versions() if mark.backend.startswith("torch") else None
+    versions = _versions(_LIBRARIES[engine]) if engine else None
     # Beside the release, torch may name its build, which the package index does not know.
     if versions and re.sub(r"\+[^,]*", "", mark.versions) != versions:
         here["versions"] = versions
     return here
 
 
-def _versions() -> str | None:
+def _engine(mark: Fingerprint) -> str | None:
+    """The engine that a fingerprint is of, as `--backend` names it; None for one that users do not know."""
+    names = {"torch": TORCH, "llama.cpp": LLAMA_CPP}
+    return names.get(mark.backend.partition(",")[0])
+
+
+def _versions(libraries: tuple[str, ...]) -> str | None:
     """Releases of the libraries, as a fingerprint holds them; None where one was installed in a way of its own."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import, and not always needed
 
     try:
-        return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+        return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
     except PackageNotFoundError:
         return None
 

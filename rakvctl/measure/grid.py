@@ -6,7 +6,7 @@ from itertools import pairwise
 from rakvctl.core.cost import DRAFT_LENS
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
-from rakvctl.measure.timing import Clock
+from rakvctl.core.seams import Clock
 
 _PREFILL_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 # A round always has something before it.

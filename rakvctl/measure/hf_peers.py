@@ -3,7 +3,6 @@
 A peer runs the same checkpoint in the same dtype, with the same threads, as transformers itself loads it.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from rakvctl.core.backends.torch_load import pick_device, quiet_transformers
-from rakvctl.core.errors import UsageError
 from rakvctl.core.models import ModelFiles
 from rakvctl.core.pair import ModelPair
-from rakvctl.measure.arms import Arm, Outcome, Task
-from rakvctl.measure.timing import Clock
-
-# Looking up takes a number of tokens; without one, that which transformers' own documentation suggests.
-_PEER = re.compile(r"hf-generate|hf-assisted|hf-prompt-lookup(-[1-9][0-9]?)?")
-_LOOKUP_TOKENS = 10
+from rakvctl.core.seams import Clock
+from rakvctl.measure.arms import Outcome, Task
 
 
 class FirstToken(BaseStreamer):  # type: ignore[misc]
@@ -79,35 +73,24 @@ class HfArm:
         return serve
 
 
-def make_peers(
-    names: list[str], pair: ModelPair, target: ModelFiles, draft: ModelFiles | None, device: str, clock: Clock
-) -> list[Arm]:
-    """Load the peers of these names; the models once for all.
+def load_hf_arms(
+    options: dict[str, dict[str, Any]],
+    pair: ModelPair,
+    target: ModelFiles,
+    draft: ModelFiles | None,
+    device: str,
+    clock: Clock,
+) -> list[HfArm]:
+    """An arm for each name and what `generate` is told there; the models are loaded once for all.
 
-    Raises UsageError for a name that is not known, and where a draft model is needed and there is none.
+    The one called `hf-assisted` has the draft model too.
     """
-    unknown = [name for name in names if not _PEER.fullmatch(name)]
-    if unknown:
-        raise UsageError(
-            f"there is no peer {unknown[0]}",
-            "choose from hf-generate, hf-prompt-lookup, hf-prompt-lookup-K, hf-assisted",
-        )
-    if "hf-assisted" in names and draft is None:
-        raise UsageError("hf-assisted needs a draft model", "name one with --draft, or leave hf-assisted out")
-    if not names:
-        return []
-    dtype = getattr(torch, pair.target.info.dtype)
+    # Whatever dtype another engine has, transformers computes a GGUF file's weights in float32.
+    dtype = getattr(torch, pair.target.info.dtype, torch.float32)
     model = _load(target, dtype, device)
-    options: dict[str, dict[str, Any]] = {name: _options(name) for name in names}
-    if "hf-assisted" in names and draft is not None:
-        options["hf-assisted"]["assistant_model"] = _load(draft, dtype, device)
-    return [HfArm(name, model, pair.codec.end_token_ids, clock, **options[name]) for name in names]
-
-
-def _options(name: str) -> dict[str, Any]:
-    """What `generate` is told beside the prompt."""
-    _, is_lookup, number = name.partition("hf-prompt-lookup")
-    return {"prompt_lookup_num_tokens": int(number.lstrip("-") or _LOOKUP_TOKENS)} if is_lookup else {}
+    if "hf-assisted" in options and draft is not None:
+        options = {**options, "hf-assisted": {"assistant_model": _load(draft, dtype, device)}}
+    return [HfArm(name, model, pair.codec.end_token_ids, clock, **told) for name, told in options.items()]
 
 
 def _load(files: ModelFiles, dtype: torch.dtype, device: str) -> Any:

@@ -23,9 +23,12 @@ class Choice:
 
     target: str
     draft: str | None
+    backend: str = "auto"
     device: str
     dtype: str
     num_threads: int | None
+    kv_type: str | None = None
+    context_size: int | None = None
     profile: str
     exact: bool = False
 
@@ -35,9 +38,12 @@ def calibrate_command(choice: "Choice | RuntimeOptions", out: str | None = None)
     given = {
         "-m": choice.target,
         "-d": choice.draft,
+        "--backend": None if choice.backend == "auto" else choice.backend,
         "--device": None if choice.device == "auto" else choice.device,
         "--dtype": None if choice.dtype == "auto" else choice.dtype,
         "--threads": None if choice.num_threads is None else str(choice.num_threads),
+        "--kv-type": choice.kv_type,
+        "--context-size": None if choice.context_size is None else str(choice.context_size),
         "-o": out,
     }
     words = [word for option, value in given.items() if value is not None for word in (option, value)]

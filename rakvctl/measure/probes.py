@@ -17,12 +17,12 @@ from rakvctl.core.disk.places import forget_cached
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.pair import ModelPair
-from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.seams import Clock, KVSnapshot
 from rakvctl.core.speculators import FixedSpeculator
 from rakvctl.core.text import TextStream
 from rakvctl.core.types import PrefixEntry, Proposal, Request
 from rakvctl.core.verify import GreedyVerifier, Verifier
-from rakvctl.measure.timing import Clock, Point, Probe
+from rakvctl.measure.timing import Point, Probe
 
 Role = Literal["target", "draft"]
 _ROUNDS = 3

@@ -12,11 +12,11 @@ from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import FixedPolicy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
-from rakvctl.core.seams import KVSnapshot
+from rakvctl.core.seams import Clock, KVSnapshot
 from rakvctl.core.types import Action, Completion, Features, Proposal, Request, SamplingParams
 from rakvctl.core.verify import Verifier
 from rakvctl.measure.arms import make_arm_runtime, store_of
-from rakvctl.measure.timing import Clock, no_garbage_collection
+from rakvctl.measure.timing import no_garbage_collection
 
 ALPHAS = tuple(step / 10 for step in range(1, 11))
 

@@ -1,7 +1,8 @@
 """Asking the target what mostly follows each token of its vocabulary, for as long as there is time."""
 
 from rakvctl.core.pair import ModelPair
-from rakvctl.measure.timing import Clock, Progress
+from rakvctl.core.seams import Clock
+from rakvctl.measure.timing import Progress
 
 # Passes grow up to so many tokens: the first ones show how long a token takes.
 _FIRST_TOKENS, _MOST_TOKENS = 16, 512

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-Clock = Callable[[], float]
+from rakvctl.core.seams import Clock
+
 Progress = Callable[[str, float], None]
 
 _MIN_RUNS = 5

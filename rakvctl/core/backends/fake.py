@@ -10,30 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rakvctl.core.backends.array_logits import ArrayLogits
 from rakvctl.core.errors import DamagedEntryError
-from rakvctl.core.seams import STATE_BLOCK_TOKENS, EngineInfo, KVSnapshot
+from rakvctl.core.seams import EngineInfo, KVSnapshot, state_blocks
 
 _BYTES_PER_TOKEN = 64
-
-
-@dataclass(frozen=True, slots=True)
-class FakeLogits:
-    """Scores, [num_positions, vocab_size]."""
-
-    scores: np.ndarray
-
-    def argmax(self) -> list[int]:
-        """The best token of each position."""
-        return [int(best) for best in self.scores.argmax(axis=-1)]
-
-    def margins(self) -> list[float]:
-        """The best score of each position less the second best."""
-        best = np.partition(self.scores, -2, axis=-1)[:, -2:]
-        return [float(margin) for margin in best[:, 1] - best[:, 0]]
-
-    def numpy(self) -> np.ndarray:
-        """The scores."""
-        return self.scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +110,9 @@ class FakeCache:
         """Replace the content by the first positions of a snapshot."""
         self._clock.advance(self._costs.copy_ms(num_tokens))
         self.token_ids = []
-        for start in range(0, num_tokens, STATE_BLOCK_TOKENS):
-            end = min(start + STATE_BLOCK_TOKENS, snapshot.num_tokens)
+        for start, end in state_blocks(snapshot.num_tokens):
+            if start >= num_tokens:
+                break
             (ids,) = snapshot.arrays(start, end)
             if ids.dtype != np.int64 or ids.shape[:-1] != (end - start,):
                 self.token_ids = []
@@ -197,13 +179,13 @@ class FakeBackend:
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
-    def forward(self, token_ids: Sequence[int], num_logits: int) -> FakeLogits:
+    def forward(self, token_ids: Sequence[int], num_logits: int) -> ArrayLogits:
         """Append tokens; scores after each of the last `num_logits` of them."""
         self.num_passes += 1
         self._clock.advance(self._costs.forward_ms(len(token_ids), self.cache.length))
         self.cache.token_ids.extend(token_ids)
         length = self.cache.length
-        return FakeLogits(np.stack([self._scores(end) for end in range(length - num_logits + 1, length + 1)]))
+        return ArrayLogits(np.stack([self._scores(end) for end in range(length - num_logits + 1, length + 1)]))
 
     def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """As if each stood in a text of two; takes as long as any pass."""

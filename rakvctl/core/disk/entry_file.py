@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from rakvctl.core.disk.places import refuse_what_is_no_file
 from rakvctl.core.errors import DamagedEntryError, first_line
-from rakvctl.core.seams import STATE_BLOCK_TOKENS, KVSnapshot
+from rakvctl.core.seams import STATE_BLOCK_TOKENS, KVSnapshot, state_blocks
 from rakvctl.core.types import PrefixEntry
 
 # With every change of what a file holds.
@@ -46,8 +46,8 @@ def write_entry(path: Path, entry: PrefixEntry) -> None:
 def _blocks(snapshot: KVSnapshot) -> dict[str, np.ndarray]:
     """The arrays of each block of positions by name; names sort as positions do."""
     named: dict[str, np.ndarray] = {}
-    for start in range(0, snapshot.num_tokens, STATE_BLOCK_TOKENS):
-        arrays = snapshot.arrays(start, min(start + STATE_BLOCK_TOKENS, snapshot.num_tokens))
+    for start, end in state_blocks(snapshot.num_tokens):
+        arrays = snapshot.arrays(start, end)
         named |= {f"{_block_part(start)}.{index:04d}": array for index, array in enumerate(arrays)}
     return {name: np.ascontiguousarray(array) for name, array in named.items()}
 
