@@ -86,8 +86,14 @@ def test_the_least_time_a_token_is_found(verify_ms: list[float], alphas: list[fl
         return verify_ms[draft_len] / expected
 
     found, draft_len = best_prefix(verify_ms, alphas[: len(verify_ms) - 1])
-    assert found == pytest.approx(min(map(rate, range(len(verify_ms)))))
+    best = min(map(rate, range(1, len(verify_ms))))
+    assert found == pytest.approx(best if best < 0.95 * verify_ms[0] else verify_ms[0])
     assert rate(draft_len) == pytest.approx(found)
+
+
+def test_a_gain_within_what_times_err_by_is_left() -> None:
+    assert best_prefix([10.0, 18.9], [1.0])[1] == 1
+    assert best_prefix([10.0, 19.1], [1.0]) == (10.0, 0)
 
 
 def test_what_a_pass_leaves_undecided_counts_as_not_emitted() -> None:

@@ -15,6 +15,11 @@ _CONTEXT_STEP = 64
 _MOST_DRAFT_TOKENS = 64
 
 
+# Measured times err by a few percent, and of many widths that one looks best whose time is too low by chance. So
+# drafting has to look better than a plain step by more than this share.
+LEAST_GAIN = 0.05
+
+
 class RoundCosts:
     """What rounds take, milliseconds, from a profile and what was seen since; kept for one stretch of context."""
 
@@ -77,9 +82,10 @@ def best_prefix(verify_ms: Sequence[float], alphas: Sequence[float], share_decid
     """The least milliseconds a token, and the k that gives it, for a proposal that costs nothing.
 
     `alphas`: for each token of the proposal the probability that it stands given that those before it do.
-    `share_decided`: that a pass over several tokens decides about a position; a plain one always does.
+    `share_decided`: that a pass over several tokens decides about a position; a plain one always does. Drafting that is
+    not better by `LEAST_GAIN` is left.
     """
-    best_rate, best_len = verify_ms[0], 0
+    best_rate, best_len = (1.0 - LEAST_GAIN) * verify_ms[0], 0
     expected = reached = share_decided
     for draft_len, alpha in enumerate(alphas, start=1):
         reached *= alpha * share_decided
@@ -87,4 +93,4 @@ def best_prefix(verify_ms: Sequence[float], alphas: Sequence[float], share_decid
         rate = verify_ms[draft_len] / expected
         if rate < best_rate:
             best_rate, best_len = rate, draft_len
-    return best_rate, best_len
+    return best_rate if best_len else verify_ms[0], best_len

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rakvctl.core.acceptance import AcceptanceTracker, LookupAcceptance, NearTies, expected_tokens
 from rakvctl.core.lookup import LookupDrafter
-from rakvctl.core.rounds import RoundCosts, best_prefix
+from rakvctl.core.rounds import LEAST_GAIN, RoundCosts, best_prefix
 from rakvctl.core.seams import Clock, KVSnapshot
 from rakvctl.core.types import Proposal
 
@@ -127,7 +127,7 @@ class AdaptiveSpeculator:
             rates = {
                 (ms + verify_ms[k]) / expected_tokens(alpha, k, decided): k for k, ms in propose_ms.items() if k <= most
             }
-            if rates and min(rates) < rate:
+            if rates and min(rates) < min(rate, (1.0 - LEAST_GAIN) * verify_ms[0]):
                 self._modelled = self._model.propose(token_ids, rates[min(rates)], verifier)
                 return self._modelled
         return self._looked_up.first(draft_len)

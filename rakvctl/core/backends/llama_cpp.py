@@ -1,7 +1,9 @@
 """llama.cpp as a backend, through the C functions that llama-cpp-python binds: a GGUF file on a CPU, batch size one."""
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib.metadata import version
 
@@ -41,8 +43,9 @@ class _Batch:
         failure = api.llama_decode(context.pointer, self.raw)
         if failure:
             raise RuntimeError(f"llama.cpp cannot run these tokens (llama_decode gave {failure})")
-        scores = np.ctypeslib.as_array(api.llama_get_logits(context.pointer), (num_logits, vocab_size))
-        return scores.copy()
+        scores = np.empty((num_logits, vocab_size), dtype=np.float32)
+        ctypes.memmove(scores.ctypes.data, api.llama_get_logits(context.pointer), scores.nbytes)
+        return scores
 
 
 class LlamaBackend:
@@ -91,11 +94,13 @@ class LlamaBackend:
         return free_memory_bytes()
 
     def memory_reader(self, num_bytes: int) -> Callable[[], None]:
-        """Sums a buffer of that size, on one core."""
-        buffer = np.ones(num_bytes // 4, dtype=np.float32)
+        """Sums a buffer of that size, on all threads."""
+        parts = np.array_split(np.ones(num_bytes // 4, dtype=np.float32), self._options.num_threads)
+        pool = ThreadPoolExecutor(len(parts))
 
         def read() -> None:
-            buffer.sum()
+            # numpy lets go of the interpreter while it adds up.
+            list(pool.map(np.sum, parts))
 
         return read
 
