@@ -16,6 +16,7 @@ from rakvctl.core.hardware import processor_name
 from rakvctl.core.models import ModelFiles, Notify, Role
 from rakvctl.core.text import TextCodec
 
+_UNQUANTIZED = "all F32"
 _TILES_VARIABLE = "GGML_CPU_TILED_MM"
 
 
@@ -51,11 +52,14 @@ class LlamaLoader:
     def load(self, files: ModelFiles, vocab_size: int, way: str = "auto", content_digest: str = "") -> LlamaBackend:
         """The model, computing in one of the `ways`; in llama.cpp's own where it cannot be run in ours."""
         options = replace(self._options, repack=way == "auto")
+        if not self._is_free:
+            return self._made(files, options, content_digest)
+        if self._open(files.location, options.repack).file_type == _UNQUANTIZED:
+            # Nothing is rounded after attention, so passes differ by 1e-5 where states are in float32 too.
+            options = replace(options, key_type="f32", value_type="f32", flash_attention=False)
         try:
             return self._made(files, options, content_digest)
         except ModelError:
-            if not self._is_free:
-                raise
             own = replace(options, key_type="f16", value_type="f16", flash_attention=None)
             return self._made(files, own, content_digest)
 

@@ -128,7 +128,7 @@ class LlamaModel:
     def file_type(self) -> str:
         """The number type of most weights, such as `Q4_1`."""
         name = api.llama_ftype_name(api.llama_model_ftype(self._pointer))
-        return name.decode() if name else "unknown"
+        return name.decode().removeprefix("(guessed) ") if name else "unknown"
 
     @property
     def chat_template(self) -> str | None:
