@@ -68,7 +68,7 @@ def _transformer(config_class: type, **special: Any) -> Callable[..., Any]:
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     }
-    return lambda **common: config_class(**common, **{**shape, **special})
+    return lambda **common: config_class(**{**shape, **special, **common})
 
 
 CONFIGS: dict[str, Callable[..., Any]] = {
@@ -88,14 +88,22 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def random_model(architecture: str, *, seed: int = 0, noise: float = 0.0, num_rows: int = VOCAB_SIZE) -> Any:
+def random_model(
+    architecture: str, *, seed: int = 0, noise: float = 0.0, num_rows: int = VOCAB_SIZE, **changed: Any
+) -> Any:
     """A float32 model whose weights follow from the seed, `noise` times its weights' spread added to each of them.
 
     `num_rows` is the size of its embedding: more than `VOCAB_SIZE` is padding, beside weights that stay the same.
+    `changed`: other values in its config.
     """
     end = byte_tokenizer().eos_token_id
     config = CONFIGS[architecture](
-        vocab_size=VOCAB_SIZE, initializer_range=_SPREAD, bos_token_id=end, eos_token_id=end, pad_token_id=end
+        vocab_size=VOCAB_SIZE,
+        initializer_range=_SPREAD,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+        **changed,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -122,12 +130,12 @@ def build_checkpoint(
     return save_checkpoint(directory, random_model(architecture, seed=seed, noise=noise, num_rows=num_rows))
 
 
-def write_gguf(path: Path, *, without: str | None = None) -> Any:
+def write_gguf(path: Path, *, without: str | None = None, num_rows: int = VOCAB_SIZE, **changed: Any) -> Any:
     """Write a random Llama and its tokenizer as an unquantized GGUF file, as llama.cpp would; return the model.
 
-    `without`: the name of a weight to leave out, as transformers calls it.
+    `without`: the name of a weight to leave out, as transformers calls it. The rest: as `random_model` has it.
     """
-    model = random_model("llama")
+    model = random_model("llama", num_rows=num_rows, **changed)
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -139,7 +147,7 @@ def write_gguf(path: Path, *, without: str | None = None) -> Any:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, num_rows)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     weights = {name: weight for name, weight in model.state_dict().items() if name != without}
     for name, weight in weights.items():
@@ -188,17 +196,52 @@ def write_recurrent_gguf(path: Path) -> None:
     _finish(writer)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """The byte-level tokenizer, as llama.cpp keeps one."""
+def write_sliding_gguf(path: Path, window: int) -> None:
+    """Write a random Gemma 2 as a GGUF file, of whose layers every other one sees `window` positions only."""
+    width, inner, heads, kv_heads, head_dim, num_layers = 48, 64, 4, 2, 16, 2
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "gemma2")
+    writer.add_block_count(num_layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(window)
+    writer.add_attn_logit_softcapping(50.0)
+    writer.add_final_logit_softcapping(30.0)
+    _add_tokenizer(writer)
+    layer = {
+        **dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (width,)),
+        "attn_q": (heads * head_dim, width),
+        **dict.fromkeys(("attn_k", "attn_v"), (kv_heads * head_dim, width)),
+        "attn_output": (width, heads * head_dim),
+        **dict.fromkeys(("ffn_gate", "ffn_up"), (inner, width)),
+        "ffn_down": (width, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB_SIZE, width), "output_norm": (width,)}
+    shapes |= {f"blk.{number}.{name}": shape for number in range(num_layers) for name, shape in layer.items()}
+    for name, shape in shapes.items():
+        drawn = random.normal(scale=_SPREAD, size=shape)
+        writer.add_tensor(f"{name}.weight", (drawn + (len(shape) == 1)).astype(np.float32))
+    _finish(writer)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, num_rows: int = VOCAB_SIZE) -> None:
+    """The byte-level tokenizer, as llama.cpp keeps one; rows beyond it are named as its converter names them."""
     tokenizer = byte_tokenizer()
     bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_vocab_size(num_rows)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].get))
+    padding = range(VOCAB_SIZE, num_rows)
+    writer.add_token_list([*sorted(bpe["vocab"], key=bpe["vocab"].get), *(f"[PAD{token}]" for token in padding)])
     end = tokenizer.eos_token_id
     kinds = [gguf.TokenType.CONTROL if token == end else gguf.TokenType.NORMAL for token in range(VOCAB_SIZE)]
-    writer.add_token_types(kinds)
+    writer.add_token_types([*kinds, *(gguf.TokenType.UNUSED for _ in padding)])
     writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
     writer.add_eos_token_id(end)
 

@@ -267,6 +267,7 @@ def test_where_nothing_fits_into_memory_nothing_is_chosen(run: Call, tmp_path: P
         (("--prompt-tokens", "9", "--alpha", "nan"), 2, "--alpha"),
         (("--prompt-tokens", "9", "-n", "-1"), 2, "--max-new-tokens"),
         (("--prompt-tokens", "9", "--plot", "x.pdf"), 2, "x.pdf"),
+        (("--prompt-tokens", "9", "--kv-dir", "stored"), 2, "--kv-dir is searched for a PROMPT"),
         (("--prompt-tokens", "9", "--profile", "absent.yaml"), 3, "absent.yaml"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import VOCAB_SIZE, byte_tokenizer, write_gguf, write_recurrent_gguf
+from tests.checkpoints import VOCAB_SIZE, byte_tokenizer, write_gguf, write_recurrent_gguf, write_sliding_gguf
 from tests.profiles import toy_profile
 from tests.program import Call, assert_error
 from tests.workloads import real_prompts
@@ -46,9 +46,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def backend(file: Path) -> LlamaBackend:
-    return load(file)
+@pytest.fixture(scope="module", params=["all positions", "a window"])
+def backend(request: pytest.FixtureRequest, file: Path, tmp_path_factory: pytest.TempPathFactory) -> LlamaBackend:
+    """Of a model that sees all positions, and of one of whose layers some do not."""
+    if request.param == "all positions":
+        return load(file)
+    path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
+    write_sliding_gguf(path, window=160)
+    return load(path)
 
 
 def load(file: Path, **options: Any) -> LlamaBackend:
@@ -168,10 +173,14 @@ def test_its_tokenizer_does_what_transformers_one_does(file: Path) -> None:
     assert codec.decode(ids[:-1] + codec.encode("\U0001f98a")[:1]).endswith("\N{REPLACEMENT CHARACTER}")
 
 
-def test_a_model_with_recurrent_states_is_found_out_and_served_without_speculation(tmp_path: Path) -> None:
-    write_recurrent_gguf(tmp_path / "mamba.gguf")
+@pytest.mark.parametrize("kind", ["recurrent", "a narrow window"])
+def test_a_model_whose_states_cannot_be_rolled_back_is_found_out_and_served_without_speculation(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_recurrent_gguf(path) if kind == "recurrent" else write_sliding_gguf(path, window=32)
     notes: list[str] = []
-    options = RuntimeOptions(str(tmp_path / "mamba.gguf"), backend="llama-cpp", num_threads=1, policy="ar")
+    options = RuntimeOptions(str(path), backend="llama-cpp", num_threads=1, policy="ar")
     pair = load_pair(options, notes.append)
     assert not pair.target.can_rollback
     assert any("no speculation" in note for note in notes)
@@ -219,6 +228,16 @@ def test_a_draft_model_may_be_a_gguf_file_too(file: Path, tmp_path: Path) -> Non
     completion = runtime.run(Request(IDS[:60], SamplingParams(max_new_tokens=24)))
     assert completion.token_ids == plain
     assert completion.num_accepted_tokens > 0
+
+
+def test_a_draft_with_a_padded_vocabulary_fits_and_padding_is_never_chosen(file: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "padded.gguf", num_rows=VOCAB_SIZE + 64)
+    options = RuntimeOptions(str(file), str(tmp_path / "padded.gguf"), backend="llama-cpp", num_threads=1)
+    pair = load_pair(options, print)
+    assert pair.draft is not None
+    scores = [engine.prefill(IDS[:50]).numpy() for engine in (pair.target, pair.draft)]
+    assert_same(*scores)
+    assert pair.draft.likeliest_after(1, [2, 3]) == pair.target.likeliest_after(1, [2, 3])
 
 
 def test_profiles_of_other_engines_and_settings_never_mix(file: Path) -> None:
@@ -326,6 +345,28 @@ def test_in_exact_mode_every_policy_emits_plain_decodings_tokens_from_a_4_bit_fi
         for policy, runtime in runtimes.items():
             for _ in range(2 if policy in ("kv", "joint-7", "auto") else 1):
                 assert serve(runtime, prompt, 64) == expected, policy
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
+def test_exact_mode_finds_how_to_make_every_pass_the_same_bits(kind: str, tmp_path: Path) -> None:
+    # As wide as the blocks of K-quants; in a process of its own, as llama.cpp asks once whether to work in tiles.
+    write_gguf(tmp_path / "wide.gguf", hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
+    code = (
+        "import ctypes, sys; from llama_cpp import llama_cpp as api\n"
+        "from rakvctl.core.exactness import logit_difference\n"
+        "from rakvctl.core.loading import RuntimeOptions, load_pair\n"
+        "folder, kind = sys.argv[1:]\n"
+        "params = api.llama_model_quantize_default_params()\n"
+        "params.ftype = getattr(api, f'LLAMA_FTYPE_MOSTLY_{kind}')\n"
+        "source, path = f'{folder}/wide.gguf', f'{folder}/quantized.gguf'\n"
+        "assert api.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(params)) == 0\n"
+        "options = RuntimeOptions(path, 'none', backend='llama-cpp', num_threads=1, exact=True)\n"
+        "print(logit_difference(load_pair(options, print).target))"
+    )
+
+    command = [sys.executable, "-c", code, str(tmp_path), kind]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(finished.stdout.splitlines()[-1]) == 0.0
 
 
 def test_exact_mode_refuses_a_model_that_no_setting_makes_exact(file: Path) -> None:

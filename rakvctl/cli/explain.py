@@ -26,7 +26,7 @@ from rakvctl.cli.options import (
     Target,
     Threads,
 )
-from rakvctl.cli.sources import is_default
+from rakvctl.cli.sources import is_default, is_typed
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
@@ -107,6 +107,8 @@ def explain(
         exact=exact,
     )
     if prompt_tokens is not None:
+        if is_typed(context, "kv_dir"):
+            raise UsageError("--kv-dir is searched for a PROMPT", "give one, or say with --cached what is stored")
         measured = known_profile(choice, _asked_pair(context), render.print_note)
         features = described(measured, prompt_tokens, cached, max_new_tokens)
     else:

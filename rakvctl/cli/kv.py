@@ -2,12 +2,13 @@
 
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rakvctl.cli import render
-from rakvctl.cli.options import AsJson, KVDir, KVDiskBudget, parse_bytes
+from rakvctl.cli.options import AsJson, KVDiskBudget, parse_bytes
 from rakvctl.cli.page import counted, make_table, open_page
 from rakvctl.core.errors import RakvError, UsageError
 
@@ -33,7 +34,12 @@ def kv(
             "damaged; clear: forget all.",
         ),
     ],
-    kv_dir: KVDir = None,
+    kv_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--kv-dir", metavar="DIR", envvar="RAKVCTL_KV_DIR", help="The directory to look after.", show_default="none"
+        ),
+    ] = None,
     kv_disk_budget: KVDiskBudget = "4GiB",
     as_json: AsJson = False,
 ) -> int:
@@ -66,10 +72,10 @@ def _act(tier: "DiskTier", action: KVAction, as_json: bool) -> int:
     rows = tier.rows()[::-1]
     num_bytes = sum(row.num_bytes for row in rows)
     if action is KVAction.STATS:
-        record = {"entries": len(rows), "bytes": num_bytes, "budget_bytes": tier.budget_bytes}
-        text = (
-            f"{counted(len(rows), 'entry', 'entries')}, {num_bytes / 2**20:.1f} of {tier.budget_bytes / 2**20:.0f} MiB"
-        )
+        num_texts, budget_bytes = tier.num_texts(), tier.budget_bytes
+        record = {"entries": len(rows), "bytes": num_bytes, "budget_bytes": budget_bytes, "texts": num_texts}
+        size = f"{num_bytes / 2**20:.1f} of {budget_bytes / 2**20:.0f} MiB"
+        text = f"{counted(len(rows), 'entry', 'entries')}, {size}; {counted(num_texts, 'text')} to look up in"
         _say(record, text, as_json)
     elif as_json:
         render.print_json({"entries": [_record(row) for row in rows]})

@@ -71,7 +71,7 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
     target = _load_target(loader, target_files, options.exact, codec.vocab_size, content)
     if not target.can_rollback:
-        notify(f"{options.target} keeps recurrent states that cannot be rolled back: no KV reuse and no speculation")
+        notify(f"{options.target} keeps states that cannot be rolled back: no KV reuse and no speculation")
     draft = None
     if draft_files is not None and target.can_rollback:
         draft = _load_draft(loader, draft_files, codec.vocab_size, notify)
@@ -173,6 +173,6 @@ def _load_target(loader: Loader, files: ModelFiles, exact: bool, vocab_size: int
 def _load_draft(loader: Loader, files: ModelFiles, vocab_size: int, notify: Notify) -> Engine | None:
     engine = Engine(loader.load(files, vocab_size))
     if not engine.can_rollback:
-        notify(f"draft {files.name} keeps recurrent states that cannot be rolled back: no speculation")
+        notify(f"draft {files.name} keeps states that cannot be rolled back: no speculation")
         return None
     return engine

@@ -54,9 +54,7 @@ def calibrate(
     Raises ModelError for a model whose states cannot be rolled back: there is nothing to choose with it.
     """
     if not pair.target.can_rollback:
-        raise ModelError(
-            f"{pair.target_name} keeps recurrent states that cannot be rolled back", "run it with --policy ar"
-        )
+        raise ModelError(f"{pair.target_name} keeps states that cannot be rolled back", "run it with --policy ar")
     on_progress("warming up", 0.0)
     grid = choose_grid(pair, _PASS_SHARE * effort.budget_s, clock)
     bench = ProbeBench(pair, grid.num_positions, clock)

@@ -26,6 +26,7 @@ class LlamaArm:
             n_threads_batch=num_threads,
             flash_attn=True,  # llama.cpp's default on a CPU, though not the package's, and the faster one
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup_tokens) if lookup_tokens else None,
+            logits_all=bool(lookup_tokens),  # or it has no room for those of a long prompt
             verbose=False,
         )
 

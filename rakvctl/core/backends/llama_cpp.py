@@ -53,13 +53,16 @@ class LlamaBackend:
 
     prefill_chunk_tokens = _BATCH_TOKENS
 
-    def __init__(self, model: LlamaModel, options: ContextOptions, *, digest: str) -> None:
-        """`digest`: see `EngineInfo`. `model_key` is for the loader to say."""
+    def __init__(self, model: LlamaModel, options: ContextOptions, *, vocab_size: int, digest: str) -> None:
+        """`vocab_size`: ids from here on are padding and never chosen. `digest`: see `EngineInfo`.
+
+        `model_key` is for the loader to say.
+        """
         self._model = model
         self._options = options
         self._digest = digest
         self.model_key = digest
-        self.vocab_size = model.vocab_size
+        self.vocab_size = vocab_size
         self.can_rollback = model.keeps_all_positions
         self._cache = LlamaCache(model, options)
         self._batch = _Batch(1)
@@ -126,7 +129,7 @@ class LlamaBackend:
         batch.positions[:count] = np.arange(position, position + count)
         batch.wants_logits[:count] = 0
         batch.wants_logits[count - num_logits : count] = 1
-        return batch.run(self._cache.context, count, num_logits, self.vocab_size)
+        return batch.run(self._cache.context, count, num_logits, self._model.vocab_size)[:, : self.vocab_size]
 
     def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """Passes in which `before` is the first position of many sequences, and each has one token of its own."""
@@ -134,7 +137,8 @@ class LlamaBackend:
             return []
         best: list[int] = []
         for start in range(0, len(token_ids), _ASKING_SEQUENCES):
-            best += self._asking.ask(before, token_ids[start : start + _ASKING_SEQUENCES])
+            scores = self._asking.ask(before, token_ids[start : start + _ASKING_SEQUENCES])
+            best += ArrayLogits(scores[:, : self.vocab_size]).argmax()
         return best
 
     @cached_property
@@ -150,7 +154,8 @@ class _Asking:
         self._batch = _Batch(_ASKING_SEQUENCES)
         self._vocab_size = model.vocab_size
 
-    def ask(self, before: int, token_ids: Sequence[int]) -> list[int]:
+    def ask(self, before: int, token_ids: Sequence[int]) -> np.ndarray:
+        """Scores after `before` and each of the tokens, [len(token_ids), all there are]."""
         batch, count = self._batch, len(token_ids)
         batch.tokens[: count + 1] = [before, *token_ids]
         batch.positions[0], batch.positions[1 : count + 1] = 0, 1
@@ -160,5 +165,4 @@ class _Asking:
             batch.raw.seq_id[0][sequence] = sequence
             batch.raw.seq_id[sequence + 1][0] = sequence
         api.llama_memory_clear(self._context.memory, False)
-        scores = batch.run(self._context, count + 1, count, self._vocab_size)
-        return ArrayLogits(scores).argmax()
+        return batch.run(self._context, count + 1, count, self._vocab_size)

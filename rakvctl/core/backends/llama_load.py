@@ -53,18 +53,20 @@ class LlamaLoader:
         """The model, computing in one of the `ways`; in llama.cpp's own where it cannot be run in ours."""
         options = replace(self._options, repack=way == "auto")
         if not self._is_free:
-            return self._made(files, options, content_digest)
+            return self._made(files, options, vocab_size, content_digest)
         if self._open(files.location, options.repack).file_type == _UNQUANTIZED:
             # Nothing is rounded after attention, so passes differ by 1e-5 where states are in float32 too.
             options = replace(options, key_type="f32", value_type="f32", flash_attention=False)
         try:
-            return self._made(files, options, content_digest)
+            return self._made(files, options, vocab_size, content_digest)
         except ModelError:
             own = replace(options, key_type="f16", value_type="f16", flash_attention=None)
-            return self._made(files, own, content_digest)
+            return self._made(files, own, vocab_size, content_digest)
 
-    def _made(self, files: ModelFiles, options: ContextOptions, content_digest: str) -> LlamaBackend:
-        backend = LlamaBackend(self._open(files.location, options.repack), options, digest=files.digest)
+    def _made(self, files: ModelFiles, options: ContextOptions, vocab_size: int, content_digest: str) -> LlamaBackend:
+        model = self._open(files.location, options.repack)
+        num_tokens = min(vocab_size, model.vocab_size)
+        backend = LlamaBackend(model, options, vocab_size=num_tokens, digest=files.digest)
         info = backend.info
         content = content_digest or "\0".join(files.identity)
         parts = [content, info.backend, info.driver, info.versions, str(info.num_threads), processor_name()]

@@ -26,9 +26,12 @@ class GgufTokenizer:
         self.chat_template = model.chat_template
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token and its id."""
-        texts = (api.llama_vocab_get_text(self._vocab, token) for token in range(self._model.vocab_size))
-        return {text.decode("utf-8", "replace"): token for token, text in enumerate(texts)}
+        """Every token and its id, but for those that only pad the vocabulary."""
+        return {
+            self._text(token): token
+            for token in range(self._model.vocab_size)
+            if not api.llama_vocab_get_attr(self._vocab, token) & api.LLAMA_TOKEN_ATTR_UNUSED
+        }
 
     def end_token_ids(self) -> frozenset[int]:
         """The tokens that end a text or a turn."""

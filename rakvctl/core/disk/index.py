@@ -124,6 +124,11 @@ class Index:
         query = "SELECT token_ids FROM texts WHERE model_key = ? ORDER BY last_used DESC"
         return [ids for (ids,) in self._connection.execute(query, (model_key,))]
 
+    def num_texts(self) -> int:
+        """Texts of all models."""
+        (count,) = self._connection.execute("SELECT COUNT(*) FROM texts").fetchone()
+        return int(count)
+
     def clear(self) -> None:
         """Forget everything."""
         for table in ("entries", "texts"):

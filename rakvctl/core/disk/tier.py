@@ -141,6 +141,10 @@ class DiskTier:
         """What is stored, the least recently used first."""
         return self._attempt(lambda shelf: shelf.index.by_recency(), [])
 
+    def num_texts(self) -> int:
+        """How many texts are kept to look up in."""
+        return self._attempt(lambda shelf: shelf.index.num_texts(), 0)
+
     def verify(self) -> list[str]:
         """Read everything, and drop what is damaged; says what that was."""
         return self._attempt(lambda shelf: shelf.verify(), [])
