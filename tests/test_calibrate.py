@@ -63,6 +63,16 @@ class WarmingBackend(StrictBackend):
         return super().forward(token_ids, num_logits)
 
 
+class ReplanningBackend(StrictBackend):
+    """A pass takes 2 ms more where the one before was of another width, as where work is laid out anew."""
+
+    def forward(self, token_ids: Tokens[int], num_logits: int) -> ArrayLogits:
+        if len(token_ids) != self.__dict__.get("width"):
+            self._clock.advance(2.0)
+        self.__dict__["width"] = len(token_ids)
+        return super().forward(token_ids, num_logits)
+
+
 @dataclass
 class Toy:
     """A toy pair with declared costs. `sign` -1: the draft's best token is the target's worst."""
@@ -157,6 +167,13 @@ def test_drafting_after_a_short_prompt_is_not_taken_for_cheaper_than_it_is() -> 
         assert profile.draft.propose.at(4, context) == pytest.approx(9.0)
 
 
+def test_what_a_change_of_width_costs_is_measured_and_is_no_part_of_the_curves() -> None:
+    profile = Toy(backend=ReplanningBackend, draft_costs=None).calibrated().profile
+    assert profile.width_change_ms == pytest.approx(4.0)  # in and out
+    assert_curve(profile.verify, Costs("forward", TARGET))
+    assert Toy(draft_costs=None).calibrated().profile.width_change_ms == pytest.approx(0.0, abs=1e-9)
+
+
 def test_what_else_a_profile_holds_is_found_again() -> None:
     toy = Toy(target_costs=replace(TARGET, memory_bytes_per_ms=123456.0))
     profile = toy.calibrated().profile
@@ -233,7 +250,7 @@ def test_a_model_without_draft_has_a_profile_without_one() -> None:
 def test_a_recurrent_target_is_refused() -> None:
     toy = Toy(draft_costs=None)
     toy.pair.target._backend.can_rollback = False  # type: ignore[misc]
-    with pytest.raises(ModelError, match="recurrent"):
+    with pytest.raises(ModelError, match="cannot be rolled back"):
         toy.calibrated()
 
 

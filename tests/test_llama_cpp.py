@@ -117,6 +117,14 @@ def test_a_longer_sequence_than_was_reserved_keeps_what_is_there(file: Path) -> 
     assert_same(engine.step(IDS[100]).numpy()[-1], scores_after(backend, IDS[:101]))
 
 
+def test_recurrent_states_keep_what_is_there_too(tmp_path: Path) -> None:
+    write_recurrent_gguf(tmp_path / "mamba.gguf")
+    backend = load(tmp_path / "mamba.gguf")
+    backend.forward(IDS[:500], 1)
+    scores = backend.forward(IDS[500:540], 1).numpy()[-1]
+    assert_same(scores, scores_after(load(tmp_path / "mamba.gguf"), IDS[:540]))
+
+
 def test_each_position_of_a_pass_has_its_scores_also_where_it_takes_several_batches(backend: LlamaBackend) -> None:
     backend.cache.rollback(0)
     scores = backend.forward(IDS, 600).numpy()
@@ -185,7 +193,11 @@ def test_a_model_whose_states_cannot_be_rolled_back_is_found_out_and_served_with
     assert not pair.target.can_rollback
     assert any("no speculation" in note for note in notes)
     plain = serve(make_runtime(pair, options, None), IDS[:40])
-    assert serve(make_runtime(pair, replace(options, policy="kv"), None), IDS[:40]) == plain
+    runtime = make_runtime(pair, replace(options, policy="kv"), None)
+    assert serve(runtime, IDS[:40]) == plain
+    # More than there was room for at first.
+    longer = serve(runtime, IDS[:600])
+    assert serve(make_runtime(load_pair(options, notes.append), options, None), IDS[:600]) == longer
 
 
 def serve(runtime: Runtime, prompt: tuple[int, ...], num_tokens: int = 24) -> tuple[int, ...]:

@@ -96,6 +96,18 @@ def test_a_gain_within_what_times_err_by_is_left() -> None:
     assert best_prefix([10.0, 19.1], [1.0]) == (10.0, 0)
 
 
+def test_a_change_of_width_is_charged_to_the_round_that_drafts_and_teaches_plain_rounds_nothing() -> None:
+    profile = replace(profile_with([10.0, 12.0, 13.0, 15.0, 18.0, 26.0]), width_change_ms=2.0)
+    costs = RoundCosts(profile)
+    plain, one, *_ = costs.at(100)[0]
+    assert (plain, one) == (10.0, 14.0)
+    for _ in range(50):
+        for draft_len, actual_ms in ((0, 10.0), (0, 10.0), (1, 13.0), (0, 11.0)):
+            costs.observe(draft_len, actual_ms)
+    plain, one, *_ = costs.at(100)[0]
+    assert (plain, one) == (pytest.approx(10.0), pytest.approx(14.0))
+
+
 def test_what_a_pass_leaves_undecided_counts_as_not_emitted() -> None:
     """Of ten positions one is a near tie: two drafted tokens that always stand give 0.9 + 0.81 + 0.729 tokens."""
     rate, draft_len = best_prefix([10.0, 11.0, 12.0], [1.0, 1.0], share_decided=0.9)

@@ -5,7 +5,7 @@ import platform
 from pathlib import Path
 from typing import Protocol
 
-from rakvctl.core.errors import UsageError
+from rakvctl.core.errors import ModelError, UsageError, first_line
 from rakvctl.core.gguf_copy import is_gguf
 from rakvctl.core.models import ModelFiles, Notify, Role
 from rakvctl.core.seams import Backend
@@ -78,10 +78,14 @@ def choose_backend(choice: EngineChoice) -> str:
 
 
 def make_loader(choice: EngineChoice) -> Loader:
-    """The loader of the chosen engine. Raises UsageError as `choose_backend` does."""
+    """The loader of the chosen engine. Raises UsageError as `choose_backend` does, ModelError for a broken engine."""
     if choose_backend(choice) == LLAMA_CPP:
-        from rakvctl.core.backends.llama_load import LlamaLoader
-
+        try:
+            from rakvctl.core.backends.llama_load import LlamaLoader
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ModelError(
+                f"llama.cpp cannot be loaded: {first_line(error)}", f"run: {INSTALL_LLAMA_CPP}; or take --backend torch"
+            ) from error
         return LlamaLoader(choice.num_threads, choice.kv_type, choice.context_size, choice.exact)
     from rakvctl.core.backends.torch_loader import TorchLoader
 

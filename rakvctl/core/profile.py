@@ -164,6 +164,7 @@ class HardwareProfile:
     `verify`: one round of the loop without the drafting; sizes are the positions of the target's pass, drafted tokens
     plus one. `emit_ms`: turning one emitted token into text. `memory_bytes_per_ms`: how fast memory is read.
     `logit_difference`: how far logits depend on the pass that computes them, 0 if not at all, None if not measured.
+    `width_change_ms`: what a drafting round between plain ones takes more than its own time, as passes change width.
     """
 
     schema_version: int
@@ -177,3 +178,4 @@ class HardwareProfile:
     acceptance: MeasuredAcceptance
     fit: Fit
     logit_difference: float | None = None
+    width_change_ms: float = 0.0

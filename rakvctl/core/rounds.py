@@ -28,12 +28,16 @@ class RoundCosts:
         self._profile = profile
         self._seen = seen or RoundTimes()
         self._stretch = -1
+        self._last_draft_len = 0
         self._verify_ms: list[float] = []
         self._propose_ms: dict[int, float] = {}
         self.most_draft_tokens = min(profile.verify.sizes_tokens[-1] - 1, _MOST_DRAFT_TOKENS)
 
     def at(self, context: int) -> tuple[list[float], dict[int, float]]:
-        """`verify_ms[k]`, the round of k drafted tokens without the drafting; the draft model's time by its k."""
+        """`verify_ms[k]`, the round of k drafted tokens without the drafting; the draft model's time by its k.
+
+        Rounds that draft are reckoned as standing between plain ones.
+        """
         stretch = context // _CONTEXT_STEP
         if stretch != self._stretch:
             middle = (stretch + 0.5) * _CONTEXT_STEP
@@ -43,11 +47,15 @@ class RoundCosts:
             self._propose_ms = {k: draft.propose.at(k, middle) for k in draft_lens} if draft else {}
             self._stretch = stretch
         verify_ms = [ms * self._seen.factor(width) for width, ms in enumerate(self._verify_ms, start=1)]
-        return verify_ms, self._propose_ms
+        change_ms = self._profile.width_change_ms
+        return [verify_ms[0], *(ms + change_ms for ms in verify_ms[1:])], self._propose_ms
 
     def observe(self, draft_len: int, actual_ms: float) -> None:
         """What the round took for which the costs were asked last, without its drafting."""
-        self._seen.observe(draft_len + 1, self._verify_ms[draft_len], actual_ms)
+        is_changed, self._last_draft_len = draft_len != self._last_draft_len, draft_len
+        # Half of what a change costs is paid on the way in, half on the way out.
+        expected_ms = self._verify_ms[draft_len] + is_changed * self._profile.width_change_ms / 2
+        self._seen.observe(draft_len + 1, expected_ms, actual_ms)
 
 
 @dataclass(frozen=True, slots=True)

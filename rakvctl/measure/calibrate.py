@@ -32,6 +32,8 @@ from rakvctl.measure.workloads import OWN, load_workload
 _PASS_SHARE = 0.15
 # What else the time there is goes to, at most.
 _SUCCESSORS_SHARE, _ACCEPTANCE_SHARE, _CURVES_SHARE, _HELD_OUT_SHARE = 0.2, 0.15, 0.55, 0.1
+# What a change of width costs hardly depends on the width.
+_WIDTH_CHANGE_LEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def calibrate(
         acceptance=acceptance,
         fit=_fit(curves, held_out),
         logit_difference=logit_difference(pair.target),
+        width_change_ms=max(0.0, _width_change_ms(spreads)),
     )
     noisy = sorted(point for point, spread in spreads.items() if _is_noisy(point, spread))
     return Calibration(profile, tuple(noisy), successors)
@@ -107,6 +110,9 @@ def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Pr
     others = [draft_len for draft_len in grid.verify_lens if draft_len not in grid.draft_lens]
     yield from (bench.verify(draft_len, context) for draft_len in others for context in grid.contexts)
     yield from (bench.emit(), bench.read_memory())
+    widest = max(draft_len for draft_len in grid.draft_lens if draft_len <= _WIDTH_CHANGE_LEN)
+    if widest:
+        yield bench.width_change(widest, grid.contexts[len(grid.contexts) // 2])
     for role in roles:
         yield bench.new_length(role)
         for size in grid.prefill_tokens:
@@ -135,7 +141,12 @@ def _held_out_probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> It
 
 def _is_noisy(point: Point, spread: Spread) -> bool:
     """What is a difference of two times varies more than both."""
-    return spread.is_noisy and not point.curve.endswith("new_length")
+    return spread.is_noisy and not point.curve.endswith(("new_length", "width_change"))
+
+
+def _width_change_ms(spreads: Mapping[Point, Spread]) -> float:
+    """What was measured of it; 0 where nothing was."""
+    return next((spread.median_ms for point, spread in spreads.items() if point.curve == "width_change"), 0.0)
 
 
 def _curve(spreads: Mapping[Point, Spread], name: str) -> Curve:

@@ -29,6 +29,8 @@ _ROUNDS = 3
 # Lengths that no other probe has.
 _NEW_LENGTHS = range(18, 66, 3)
 BANDWIDTH_BYTES = 2**28
+# As a difference of times, it is never steady by their measure.
+_WIDTH_CHANGES = 40
 _TEXT = "for path in sorted(paths):\n    if path.name != name and not path.is_dir():\n        return path\n" * 2
 
 
@@ -186,6 +188,24 @@ class ProbeBench:
         drafter = TimedDrafter(None, self._clock, self._ids)
         point = Point("verify", draft_len + 1, context)
         return Probe((point,), lambda: [times[:1] for times in self._rounds(drafter, draft_len, context)])
+
+    def width_change(self, draft_len: int, context: int) -> Probe:
+        """How much longer a round that drafts and the plain one after it take than others of their widths.
+
+        An engine may lay out its work anew whenever the width of its passes changes, and `verify` times rounds of one
+        width in a row.
+        """
+        drafter = TimedDrafter(None, self._clock, self._ids)
+        runs = iter(range(_WIDTH_CHANGES))
+
+        def sample() -> list[tuple[float, ...]]:
+            if next(runs, None) is None:
+                return []
+            lens = (0, draft_len, draft_len, 0, 0)
+            _, into, wide, back, plain = (self._one_round(drafter, length, context)[0] for length in lens)
+            return [(into - wide + back - plain,)]
+
+        return Probe((Point("width_change", draft_len + 1, context),), sample)
 
     def _rounds(self, drafter: TimedDrafter, draft_len: int, context: int) -> list[tuple[float, ...]]:
         """A few rounds; the first, not counted, brings weights and states into the processor's caches, as the loop has

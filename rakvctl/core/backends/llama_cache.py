@@ -52,12 +52,24 @@ class LlamaCache:
         """Make room for `num_tokens` positions, keeping what is there. Raises ModelError where there is none."""
         if num_tokens <= self._capacity:
             return
-        kept = self.snapshot(self.length) if self.length else None
-        capacity = -(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS
+        capacity, length = -(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS, self.length
+        if not length:
+            self._move(capacity)
+        elif self._model.keeps_all_positions:
+            kept = self.snapshot(length)
+            self._move(capacity)
+            self.restore(kept, length)
+        else:
+            # Such states cannot be taken apart.
+            states = self._states(_OURS)
+            self._move(capacity)
+            api.llama_state_seq_set_data(self.context.pointer, _bytes_of(states), states.nbytes, _OURS)
+            self.length = length
+
+    def _move(self, capacity: int) -> None:
+        """Go on in a new context, with nothing."""
         self.context = self._model.make_context(self._options, capacity, num_sequences=2)
-        self._capacity = capacity
-        if kept is not None:
-            self.restore(kept, kept.num_tokens)
+        self._capacity, self.length = capacity, 0
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` positions as cached that a pass has just written."""
@@ -88,9 +100,14 @@ class LlamaCache:
 
     def _copied(self, start: int, end: int) -> np.ndarray:
         api.llama_memory_seq_cp(self.context.memory, _OURS, _COPY, start, end)
-        states = np.empty(api.llama_state_seq_get_size(self.context.pointer, _COPY), dtype=np.uint8)
-        written = api.llama_state_seq_get_data(self.context.pointer, _bytes_of(states), states.nbytes, _COPY)
+        states = self._states(_COPY)
         api.llama_memory_seq_rm(self.context.memory, _COPY, 0, _TO_THE_END)
+        return states
+
+    def _states(self, sequence: int) -> np.ndarray:
+        """All of a sequence, as llama.cpp writes it."""
+        states = np.empty(api.llama_state_seq_get_size(self.context.pointer, sequence), dtype=np.uint8)
+        written = api.llama_state_seq_get_data(self.context.pointer, _bytes_of(states), states.nbytes, sequence)
         if written != states.nbytes:
             raise RuntimeError(f"llama.cpp wrote {written} of {states.nbytes} bytes of states")
         return states

@@ -1,6 +1,7 @@
 """A GGUF file as llama.cpp loads it: what it says of itself, and contexts to run it in."""
 
 import logging
+import os
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,7 @@ class LlamaModel:
         params.n_gpu_layers = 0
         params.use_extra_bufts = repack
         self._name = path.name
-        self._pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        self._pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._pointer:
             raise ModelError(
                 f"llama.cpp cannot load {path.name}", "check that the file is complete and of a known kind"
