@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rakvctl.measure.check import Drift
 
 _MIB = 2**20
+# As a share of a step.
+_WORTH_SAYING = 0.02
 
 
 def show_profile(profile: HardwareProfile) -> None:
@@ -32,6 +34,11 @@ def show_profile(profile: HardwareProfile) -> None:
         )
         if profile.logit_difference is not None:
             page.print(_exactness(profile))
+        if profile.width_change_ms > _WORTH_SAYING * profile.verify.median_ms[0][0]:
+            page.print(
+                f"A round that drafts between plain ones takes {number(profile.width_change_ms)} ms more: the width of "
+                "passes changes."
+            )
         if profile.target.load is not None:
             page.print(_loading(profile.target.load, profile.target.load_cold))
         page.print(Text(speculation_verdict(profile), style="bold"))
