@@ -165,7 +165,7 @@ def write_recurrent_gguf(path: Path) -> None:
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "mamba")
     writer.add_block_count(1)
-    writer.add_context_length(512)
+    writer.add_context_length(2048)
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
