@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rakvctl.core.acceptance import Experience
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.backends.fake import FakeBackend, FakeCosts, VirtualClock
 from rakvctl.core.cost import DRAFT_LENS, CostModel
 from rakvctl.core.drafters import Drafter

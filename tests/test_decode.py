@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.errors import RequestError
 from rakvctl.core.types import Completion, Request, SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.drafters import ModelDrafter
 from rakvctl.core.engine import Engine

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.types import Proposal, SamplingParams
 from rakvctl.core.verify import GreedyVerifier, SamplingVerifier, distribution, make_verifier
 

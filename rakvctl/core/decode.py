@@ -4,10 +4,8 @@ Plain decoding is the same loop with nothing proposed. The loop knows no text: w
 """
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 
-import numpy as np
-
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import DamagedEntryError
 from rakvctl.core.seams import Logits
@@ -37,26 +35,6 @@ class Sequence:
         return tuple(token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLogits:
-    """Next-token logits out of the store, [vocab_size], as a backend would return them."""
-
-    scores: np.ndarray
-
-    def argmax(self) -> list[int]:
-        """The best token; of equal scores the lowest id."""
-        return [int(self.scores.argmax())]
-
-    def margins(self) -> list[float]:
-        """The best score less the second best."""
-        second, best = np.partition(self.scores, -2)[-2:]
-        return [float(best - second)]
-
-    def numpy(self) -> np.ndarray:
-        """The scores, [1, vocab_size]."""
-        return self.scores[None]
-
-
 def restore_prefix(engine: Engine, match: PrefixMatch | None) -> None:
     """Leave in the cache what is stored of a prompt, or nothing.
 
@@ -76,7 +54,7 @@ def prefill_rest(engine: Engine, prompt_token_ids: tuple[int, ...], match: Prefi
     Where all of it is stored nothing does, and the logits are the stored ones.
     """
     if match is not None and match.exact:
-        return StoredLogits(match.entry.next_logits)
+        return ArrayLogits(match.entry.next_logits[None])
     return engine.prefill(prompt_token_ids[engine.length :])
 
 

@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.decode import Sequence as TokenSequence
-from rakvctl.core.decode import StoredLogits, decode
+from rakvctl.core.decode import decode
 from rakvctl.core.disk.entry_file import read_entry, write_entry
 from rakvctl.core.disk.places import forget_cached
 from rakvctl.core.drafters import Drafter
@@ -245,7 +246,7 @@ class ProbeBench:
         drafter.elapsed_ms = 0.0
         request = Request(self._ids[:context])
         sequence = TokenSequence(request, draft_len + 3, ends=lambda _: False)
-        first = StoredLogits(np.zeros(1, dtype=np.float32))
+        first = ArrayLogits(np.zeros((1, 1), dtype=np.float32))
         speculator = FixedSpeculator(drafter, draft_len)
         loop = decode(sequence, speculator, first, self._pair.target, GreedyVerifier())
         next(loop)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.errors import DamagedEntryError
 from rakvctl.core.seams import EngineInfo, KVSnapshot, state_blocks
 

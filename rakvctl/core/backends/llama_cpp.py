@@ -10,14 +10,12 @@ from importlib.metadata import version
 import numpy as np
 from llama_cpp import llama_cpp as api
 
-from rakvctl.core.backends.array_logits import ArrayLogits
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.backends.llama_cache import LlamaCache
-from rakvctl.core.backends.llama_model import ContextOptions, LlamaContext, LlamaModel
+from rakvctl.core.backends.llama_model import BATCH_TOKENS, ContextOptions, LlamaContext, LlamaModel
 from rakvctl.core.hardware import free_memory_bytes
 from rakvctl.core.seams import EngineInfo
 
-# As many tokens go through the model at once.
-_BATCH_TOKENS = 512
 # As many sequences one context can hold; each of them asks for what follows one token.
 _ASKING_SEQUENCES = 256
 
@@ -26,15 +24,15 @@ class _Batch:
     """llama.cpp's input of a pass, filled through arrays that lie over it."""
 
     def __init__(self, num_sequences: int) -> None:
-        self.raw = api.llama_batch_init(_BATCH_TOKENS, 0, num_sequences)
+        self.raw = api.llama_batch_init(BATCH_TOKENS, 0, num_sequences)
         weakref.finalize(self, api.llama_batch_free, self.raw)
-        shape = (_BATCH_TOKENS,)
+        shape = (BATCH_TOKENS,)
         self.tokens, self.positions, self.num_sequences, self.wants_logits = (
             np.ctypeslib.as_array(field, shape)
             for field in (self.raw.token, self.raw.pos, self.raw.n_seq_id, self.raw.logits)
         )
         self.num_sequences[:] = 1
-        for index in range(_BATCH_TOKENS):
+        for index in range(BATCH_TOKENS):
             self.raw.seq_id[index][0] = 0
 
     def run(self, context: LlamaContext, num_tokens: int, num_logits: int, vocab_size: int) -> np.ndarray:
@@ -51,7 +49,7 @@ class _Batch:
 class LlamaBackend:
     """One GGUF model on llama.cpp."""
 
-    prefill_chunk_tokens = _BATCH_TOKENS
+    prefill_chunk_tokens = BATCH_TOKENS
 
     def __init__(self, model: LlamaModel, options: ContextOptions, *, vocab_size: int, digest: str) -> None:
         """`vocab_size`: ids from here on are padding and never chosen. `digest`: see `EngineInfo`.
@@ -115,8 +113,8 @@ class LlamaBackend:
         length, num_tokens = self._cache.length, len(token_ids)
         self._cache.reserve(length + num_tokens)
         parts = []
-        for start in range(0, num_tokens, _BATCH_TOKENS):
-            part = token_ids[start : start + _BATCH_TOKENS]
+        for start in range(0, num_tokens, BATCH_TOKENS):
+            part = token_ids[start : start + BATCH_TOKENS]
             num_wanted = max(0, num_logits - (num_tokens - start - len(part)))
             parts.append(self._pass(part, length + start, min(num_wanted, len(part))))
         self._cache.commit(num_tokens)
@@ -150,7 +148,7 @@ class _Asking:
     """A context of its own for what follows pairs of tokens."""
 
     def __init__(self, model: LlamaModel, options: ContextOptions) -> None:
-        self._context = model.make_context(options, _BATCH_TOKENS, _ASKING_SEQUENCES)
+        self._context = model.make_context(options, BATCH_TOKENS, _ASKING_SEQUENCES)
         self._batch = _Batch(_ASKING_SEQUENCES)
         self._vocab_size = model.vocab_size
 

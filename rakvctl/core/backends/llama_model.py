@@ -14,7 +14,8 @@ from llama_cpp import llama_cpp as api
 from rakvctl.core.errors import ModelError
 from rakvctl.core.seams import STATE_BLOCK_TOKENS
 
-_BATCH_TOKENS = 512
+# As many tokens go through a model at once.
+BATCH_TOKENS = 512
 # llama.cpp's names for whether attention is fused.
 _FLASH = {None: -1, False: 0, True: 1}
 
@@ -84,7 +85,7 @@ class LlamaModel:
         """A context with room for so many positions."""
         params = api.llama_context_default_params()
         params.n_ctx = num_positions
-        params.n_batch = params.n_ubatch = _BATCH_TOKENS
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_seq_max = num_sequences
         params.kv_unified = True  # one pool of cells, which sequences can share
         params.swa_full = True  # keep what slides out of a window, to roll back to it
