@@ -12,13 +12,15 @@ from typing import TextIO
 from rich.console import Console
 
 from rakvctl.cli import outputs, progress, render
-from rakvctl.cli.inputs import BadPrompt, Prompt, PromptId, PromptSource, encode
+from rakvctl.cli.inputs import PromptSource, jobs
 from rakvctl.cli.options import OutputFormat
+from rakvctl.cli.servers import FleetServer, LocalServer, Server
 from rakvctl.cli.stats import Totals
-from rakvctl.core.errors import RakvError, RequestError, UsageError, first_line
+from rakvctl.core.errors import RakvError, RequestError, UsageError
 from rakvctl.core.loading import RuntimeOptions
-from rakvctl.core.runtime import Runtime
-from rakvctl.core.types import Completion, Request
+from rakvctl.core.models import Notify
+from rakvctl.core.serving import Answer, PromptId
+from rakvctl.fleet.fleet import FleetOptions, open_fleet
 from rakvctl.measure.ready import load_runtime
 
 
@@ -40,37 +42,36 @@ class InterruptionError(RakvError):
     exit_code = 130
 
 
-def generate(source: PromptSource, runtime_options: RuntimeOptions, options: GenerateOptions) -> int:
+def generate(
+    source: PromptSource,
+    runtime_options: RuntimeOptions,
+    options: GenerateOptions,
+    fleet_options: FleetOptions | None = None,
+) -> int:
     """Run all prompts; return the exit code: 1 if one of them failed. Raises RakvError, also for an interruption."""
     as_text = options.output is OutputFormat.TEXT or (options.output is None and not source.several)
     if options.resume and (options.out is None or as_text):
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
     outputs.refuse_overwriting(options.out, source.files)
-    with _output_stream(options) as (stream, finished):
-        notify = (lambda _: None) if options.quiet else render.print_note
-        with progress.measuring(shown=not options.quiet) as on_progress:
-            runtime = load_runtime(runtime_options, notify, on_progress)
-        # What was imported and loaded stays: leave it out of all collections to come.
-        gc.collect()
-        gc.freeze()
-        gc.enable()
+    notify = (lambda _: None) if options.quiet else render.print_note
+    with (
+        _output_stream(options) as (stream, finished),
+        _server(runtime_options, fleet_options, notify, quiet=options.quiet) as server,
+    ):
         if options.out is not None and not options.resume:
             outputs.empty(stream, options.out)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
+        answers = server.answers(jobs(source.prompts, server.codec, options.chat, finished), writer.text)
         try:
             with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
-                for prompt in source.prompts:
-                    if finished[prompt.id] > 0:
-                        finished[prompt.id] -= 1
-                    else:
-                        _serve(prompt, runtime, options.chat, writer, totals)
-                        runtime.settle()
+                for answer in answers:
+                    _record(answer, writer, totals)
                     advance()
         except KeyboardInterrupt as error:
             raise _interruption(options.out, as_text) from error
-    if options.stats:
-        totals.show(Console(stderr=True), runtime.engine)
+        if options.stats:
+            totals.show(Console(stderr=True), server.places)
     if totals.num_failed and not as_text:
         num_prompts = totals.num_done + totals.num_failed
         render.print_error(f"{totals.num_failed} of {num_prompts} prompts failed", "see the records with an `error`")
@@ -84,34 +85,32 @@ def _interruption(out: Path | None, as_text: bool) -> InterruptionError:
     return InterruptionError("interrupted", hint)
 
 
-def _serve(
-    prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, writer: render.Writer, totals: Totals
-) -> None:
-    """One prompt: a completion, or an error that leaves the others alone."""
-    try:
-        completion = _complete(prompt, runtime, chat, writer)
-    except RequestError as error:
+def _record(answer: Answer, writer: render.Writer, totals: Totals) -> None:
+    """Count and write a completion, or an error that leaves the others alone."""
+    if isinstance(answer.outcome, RequestError):
         totals.num_failed += 1
-        writer.failed(prompt.id, error)
+        writer.failed(answer.prompt_id, answer.outcome)
     else:
-        totals.add(completion)
-        writer.done(prompt.id, completion)
+        totals.add(answer.outcome, answer.worker)
+        writer.done(answer.prompt_id, answer.outcome)
 
 
-def _complete(prompt: Prompt | BadPrompt, runtime: Runtime, chat: bool | None, writer: render.Writer) -> Completion:
-    """Encode and run one prompt. Raises RequestError, also where the engine gives up, as for want of memory."""
-    if isinstance(prompt, BadPrompt):
-        raise prompt.error
-    request = Request(encode(prompt.content, runtime.codec, chat), prompt.sampling)
-    try:
-        return runtime.run(request, writer.text)
-    except (RuntimeError, MemoryError, IndexError, ValueError) as error:
-        if render.debugging():
-            raise
-        raise RequestError(
-            f"{type(error).__name__} while generating: {first_line(error)}",
-            "RAKVCTL_DEBUG=1 stops there and shows where",
-        ) from error
+@contextmanager
+def _server(
+    options: RuntimeOptions, fleet_options: FleetOptions | None, notify: Notify, *, quiet: bool
+) -> Iterator[Server]:
+    """What serves: a runtime in this process, or workers of a cluster."""
+    if fleet_options is not None:
+        with open_fleet(fleet_options, options, notify, debugging=render.debugging()) as fleet:
+            yield FleetServer(fleet)
+        return
+    with progress.measuring(shown=not quiet) as on_progress:
+        runtime = load_runtime(options, notify, on_progress)
+    # What was imported and loaded stays: leave it out of all collections to come.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    yield LocalServer(runtime)
 
 
 @contextmanager

@@ -26,12 +26,14 @@ from rakvctl.cli.options import (
     Target,
     Threads,
     check_sampling,
+    not_empty,
     parse_bytes,
 )
+from rakvctl.core.errors import UsageError
 from rakvctl.core.policies import policy_needs
 from rakvctl.core.types import SamplingParams
 
-_PROMPTS, _SAMPLING, _METHOD, _RESULTS = "Prompts", "Sampling", "Method", "Results"
+_PROMPTS, _SAMPLING, _METHOD, _CLUSTER, _RESULTS = "Prompts", "Sampling", "Method", "Cluster", "Results"
 
 
 def generate(
@@ -169,6 +171,49 @@ def generate(
             help="Keep what --out has, run only the prompts that have no complete record there.",
         ),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS|local",
+            callback=not_empty,
+            rich_help_panel=_CLUSTER,
+            help="Run the prompts on a Ray cluster: its address, auto for the one that this machine belongs to, or "
+            "local for one of this command's own on this machine.",
+            show_default="this process runs them",
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers",
+            metavar="N|auto",
+            rich_help_panel=_CLUSTER,
+            help="How many workers, each with models and stored prefixes of its own.",
+            show_default="auto: as many as there is room for where --worker-cpus or --worker-gpus says what each gets, "
+            "else one a GPU, and without GPUs one a node",
+        ),
+    ] = None,
+    worker_cpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            rich_help_panel=_CLUSTER,
+            help="CPU cores for each worker.",
+            show_default="an equal part of its node's",
+        ),
+    ] = None,
+    worker_gpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0,
+            rich_help_panel=_CLUSTER,
+            help="GPUs for each worker, or the part of one, such as 0.5.",
+            show_default="1 where there are any, else 0",
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", rich_help_panel=_RESULTS, help="Print totals to stderr at the end.")
     ] = False,
@@ -187,6 +232,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
+    num_workers = _num_workers(workers, ray, worker_cpus, worker_gpus)
     budget_bytes, disk_budget_bytes = parse_bytes(kv_budget), parse_bytes(kv_disk_budget)
     source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f")
 
@@ -196,7 +242,9 @@ def generate(
     from rakvctl.cli.generate import GenerateOptions
     from rakvctl.cli.generate import generate as run_generate
     from rakvctl.core.loading import RuntimeOptions
+    from rakvctl.fleet.fleet import FleetOptions
 
+    fleet = None if ray is None else FleetOptions(ray, num_workers, worker_cpus, worker_gpus)
     return run_generate(
         source,
         RuntimeOptions(
@@ -217,4 +265,16 @@ def generate(
             kv_disk_budget_bytes=disk_budget_bytes,
         ),
         GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),
+        fleet,
     )
+
+
+def _num_workers(workers: str | None, ray: str | None, *others: float | None) -> int | None:
+    """The number of workers, None for auto. Raises UsageError for what is none, and where there is no cluster."""
+    if ray is None and (workers is not None or any(other is not None for other in others)):
+        raise UsageError("workers are a cluster's", "give --ray local or a cluster's address, or leave the options out")
+    if workers in (None, "auto"):
+        return None
+    if not (workers.isascii() and workers.isdigit() and int(workers) > 0):
+        raise UsageError(f"--workers {workers} is not a number of workers", "give 1 or more, or auto")
+    return int(workers)

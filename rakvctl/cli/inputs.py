@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from rakvctl.cli.options import InputFormat
 from rakvctl.cli.prompt_files import STDIN, Piece, file_status, open_file
 from rakvctl.core.errors import RequestError, UsageError
+from rakvctl.core.serving import Job, PromptId
 from rakvctl.core.text import Message, TextCodec
-from rakvctl.core.types import SamplingParams
+from rakvctl.core.types import Request, SamplingParams
 
-PromptId = str | int
 Content = str | tuple[Message, ...]
 
 
@@ -97,6 +98,26 @@ def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, 
     if chat is False:
         raise RequestError("`messages` cannot be run raw", "drop --raw, or give a plain `prompt`")
     return codec.encode_chat(content)
+
+
+def jobs(
+    prompts: Iterator[Prompt | BadPrompt], codec: TextCodec, chat: bool | None, finished: Counter[PromptId]
+) -> Iterator[Job]:
+    """Prompts as they are served, without as many of each id as are `finished`."""
+    for prompt in prompts:
+        if finished[prompt.id] > 0:
+            finished[prompt.id] -= 1
+        else:
+            yield Job(prompt.id, _request(prompt, codec, chat))
+
+
+def _request(prompt: Prompt | BadPrompt, codec: TextCodec, chat: bool | None) -> Request | RequestError:
+    if isinstance(prompt, BadPrompt):
+        return prompt.error
+    try:
+        return Request(encode(prompt.content, codec, chat), prompt.sampling)
+    except RequestError as error:
+        return error
 
 
 def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:

@@ -89,7 +89,7 @@ def check_sampling(temperature: float, top_p: float, stop: list[str]) -> None:
         raise UsageError("--stop is empty", "an empty text stops nothing: leave it out")
 
 
-def _not_empty(value: str | None) -> str | None:
+def not_empty(value: str | None) -> str | None:
     """What names something; where it is empty, a variable of the shell was most likely never set."""
     if value is not None and not value.strip():
         raise typer.BadParameter("it is empty; without the option its default is taken")
@@ -116,7 +116,7 @@ Target = Annotated[
         "--target",
         metavar="MODEL",
         envvar="RAKVCTL_TARGET",
-        callback=_not_empty,
+        callback=not_empty,
         rich_help_panel=_MODELS,
         help="The model: tiny, smollm2, a Hub id, a directory, or a .gguf file.",
     ),
@@ -128,7 +128,7 @@ Draft = Annotated[
         "--draft",
         metavar="MODEL|none",
         envvar="RAKVCTL_DRAFT",
-        callback=_not_empty,
+        callback=not_empty,
         rich_help_panel=_MODELS,
         help="The draft model, of the same tokenizer.",
         show_default="the target's own draft if it has one, else none",
@@ -138,7 +138,7 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="auto|cpu|cuda[:N]|mps",
-        callback=_not_empty,
+        callback=not_empty,
         rich_help_panel=_MODELS,
         help="Where to compute; auto takes a GPU if there is one.",
     ),
@@ -196,7 +196,7 @@ Profile = Annotated[
         "--profile",
         metavar="PATH|auto",
         envvar="RAKVCTL_PROFILE",
-        callback=_not_empty,
+        callback=not_empty,
         rich_help_panel=_MODELS,
         help="Measured costs of this machine; auto is your own profile for it, measured if there is none.",
     ),

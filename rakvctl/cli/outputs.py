@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-from rakvctl.cli.inputs import PromptId
 from rakvctl.cli.prompt_files import file_status
 from rakvctl.core.errors import RakvError, UsageError
 from rakvctl.core.files import replace_file
+from rakvctl.core.serving import PromptId
 
 
 def refuse_overwriting(path: Path | None, prompt_files: tuple[os.stat_result, ...]) -> None:

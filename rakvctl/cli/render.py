@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
-from rakvctl.cli.inputs import PromptId
 from rakvctl.core.errors import RakvError
 from rakvctl.core.files import to_json
+from rakvctl.core.serving import PromptId
 from rakvctl.core.types import Completion
 
 

@@ -1,25 +1,59 @@
 """What `--stats` and the progress line show: totals over the prompts of one call."""
 
+import random
 import statistics
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rakvctl.cli.page import counted
-from rakvctl.core.seams import EngineInfo
 from rakvctl.core.types import Completion
 
 
-class _Hit(NamedTuple):
-    num_matched: int
-    num_reused: int
-    restore_ms: float
+class _Sample:
+    """At most so many of the values that came, each as likely as any other: a median in constant memory."""
+
+    _SIZE = 10_000
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._num_seen = 0
+        self._random = random.Random(0)  # noqa: S311 - not for secrets
+
+    def add(self, value: float) -> None:
+        self._num_seen += 1
+        if len(self._values) < self._SIZE:
+            self._values.append(value)
+        elif (place := self._random.randrange(self._num_seen)) < self._SIZE:
+            self._values[place] = value
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self._values) if self._values else None
+
+
+class _Hits:
+    """Stored prefixes that were found in one place."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.num_matched = 0
+        self.num_reused = 0
+        self.restore_ms = _Sample()
+
+    def add(self, completion: Completion) -> None:
+        self.num += 1
+        self.num_matched += completion.num_matched_tokens
+        self.num_reused += completion.num_reused_tokens
+        if completion.num_reused_tokens:
+            self.restore_ms.add(completion.restore_ms)
 
 
 class Totals:
-    """Running totals; times in milliseconds."""
+    """Running totals, in memory that does not grow with them; times in milliseconds."""
 
     def __init__(self) -> None:
         self.num_done = 0
@@ -32,13 +66,14 @@ class Totals:
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._num_rescored_tokens = 0
-        self._ttft_ms: list[float] = []
-        self._tpot_ms: list[float] = []
-        self._actions: dict[str, int] = {}
+        self._ttft_ms = _Sample()
+        self._tpot_ms = _Sample()
         self._rounds = Counter[int]()
-        self._hits: dict[str, list[_Hit]] = {}
+        # By who served, None for this process.
+        self._actions: dict[int | None, Counter[str]] = {}
+        self._hits: dict[str, _Hits] = {}
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: Completion, worker: int | None = None) -> None:
         """Count a completion."""
         self.num_done += 1
         self.num_tokens += len(completion.token_ids)
@@ -50,39 +85,46 @@ class Totals:
         self._num_accepted_tokens += completion.num_accepted_tokens
         self._num_rescored_tokens += completion.num_rescored_tokens
         if completion.source is not None:
-            hit = _Hit(completion.num_matched_tokens, completion.num_reused_tokens, completion.restore_ms)
-            self._hits.setdefault(completion.source, []).append(hit)
-        self._ttft_ms.append(completion.ttft_ms)
+            self._hits.setdefault(completion.source, _Hits()).add(completion)
+        self._ttft_ms.add(completion.ttft_ms)
         if completion.tpot_ms is not None:
-            self._tpot_ms.append(completion.tpot_ms)
+            self._tpot_ms.add(completion.tpot_ms)
         self._rounds.update(completion.rounds_by_draft_len)
         action = completion.decision.action
-        label = f"r={int(action.reuse)} k={action.draft_len}"
-        self._actions[label] = self._actions.get(label, 0) + 1
+        self._actions.setdefault(worker, Counter())[f"r={int(action.reuse)} k={action.draft_len}"] += 1
 
     @property
     def tokens_per_s(self) -> float:
         """New tokens a second of serving, prefill included; 0 where nothing was served."""
         return self.num_tokens / self._total_ms * 1e3 if self._total_ms else 0.0
 
-    def show(self, console: Console, engine: EngineInfo) -> None:
-        """Print them as a table, with the engine that served."""
+    def show(self, console: Console, places: Mapping[int | None, str]) -> None:
+        """Print them as a table; `places`: what each worker runs on, this process under None."""
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        threads = counted(engine.num_threads, "thread")
-        served = ("engine", f"{engine.backend}; {engine.dtype} on {engine.device}, {threads}; {engine.versions}")
-        for name, value in [served, *self._rows()]:
+        for name, value in [*self._place_rows(places), *self._rows()]:
             table.add_row(name, value)
         console.print(table)
+
+    def _place_rows(self, places: Mapping[int | None, str]) -> list[tuple[str, str]]:
+        """The engine; of several workers those together that run on the same, and which actions were taken there."""
+        if None in places:
+            return [("engine", places[None])]
+        rows = []
+        for place in dict.fromkeys(places.values()):
+            workers = [worker for worker, its_place in places.items() if its_place == place]
+            rows += [(counted(len(workers), "worker"), place), ("", _counts(self._actions_of(workers)))]
+        return rows
+
+    def _actions_of(self, workers: Iterable[int | None]) -> Counter[str]:
+        return sum((self._actions.get(worker, Counter()) for worker in workers), Counter[str]())
 
     def _reuse_rows(self) -> list[tuple[str, str]]:
         """Where stored prefixes were found, and what it took to restore them."""
         rows = []
         for source, hits in sorted(self._hits.items()):
-            text = f"{counted(len(hits), 'hit')}, {sum(hit.num_matched for hit in hits)} tokens matched"
-            times = [hit.restore_ms for hit in hits if hit.num_reused]
-            if times:
-                num_reused = sum(hit.num_reused for hit in hits)
-                text += f", {num_reused} cloned, {statistics.median(times):.1f} ms each (median)"
+            text = f"{counted(hits.num, 'hit')}, {hits.num_matched} tokens matched"
+            if hits.restore_ms.median is not None:
+                text += f", {hits.num_reused} cloned, {hits.restore_ms.median:.1f} ms each (median)"
             rows.append((f"found in {source}", text))
         return rows
 
@@ -90,24 +132,28 @@ class Totals:
         rows = [("prompts", f"{self.num_done} done, {self.num_failed} failed")]
         if not self.num_done:
             return rows
-        actions = ", ".join(f"{label} ({count})" for label, count in sorted(self._actions.items()))
+        each = " each worker" if None not in self._actions else ""
         rows += [
-            ("actions", actions),
+            ("actions", _counts(self._actions_of(self._actions))),
             ("prompt tokens", f"{self._num_prompt_tokens}, {self._num_reused_tokens} reused"),
             *self._reuse_rows(),
-            ("new tokens", f"{self.num_tokens}, {self.tokens_per_s:.1f} tokens/s"),
-            ("time to first token", f"{statistics.median(self._ttft_ms):.1f} ms (median)"),
+            ("new tokens", f"{self.num_tokens}, {self.tokens_per_s:.1f} tokens/s{each}"),
+            ("time to first token", f"{self._ttft_ms.median:.1f} ms (median)"),
         ]
-        if self._tpot_ms:
-            rows.append(("time per token after it", f"{statistics.median(self._tpot_ms):.2f} ms (median)"))
+        if self._tpot_ms.median is not None:
+            rows.append(("time per token after it", f"{self._tpot_ms.median:.2f} ms (median)"))
         if self._num_draft_tokens:
             share = self._num_accepted_tokens / self._num_draft_tokens
             length = (self.num_tokens - self.num_done) / self._num_rounds
             rows.append(
                 ("drafted tokens", f"{self._num_draft_tokens}, {share:.1%} accepted, {length:.2f} tokens a round")
             )
-            counts = ", ".join(f"{draft_len} ({count})" for draft_len, count in sorted(self._rounds.items()))
-            rows.append(("rounds by drafted tokens", counts))
+            rows.append(("rounds by drafted tokens", _counts(self._rounds)))
         if self._num_rescored_tokens:
             rows.append(("near ties", f"{self._num_rescored_tokens} tokens chosen by a step of their own"))
         return rows
+
+
+def _counts(counts: Counter[Any]) -> str:
+    """What was how often, such as `r=0 k=0 (3), r=1 k=0 (9)`."""
+    return ", ".join(f"{what} ({count})" for what, count in sorted(counts.items())) or "nothing yet"

@@ -11,6 +11,10 @@ class RakvError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type["RakvError"], tuple[str, str]]:
+        """How it travels from one process to another."""
+        return type(self), (self.message, self.hint)
+
 
 class DamagedEntryError(Exception):
     """A stored prefix is not as it was written, so the request goes without it."""

@@ -1,12 +1,18 @@
-"""Files that appear whole or not at all, and objects as JSON."""
+"""Files that appear whole or not at all, a lock among processes, and objects as JSON."""
 
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -29,6 +35,24 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(unfinished)
         raise
+
+
+@contextmanager
+def only_process(path: Path) -> Iterator[None]:
+    """Wait until no other process is here under the same path, an empty file; the system ends it with the process.
+
+    Where there can be no such file, as on a disk that cannot be written to, nobody waits.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError:
+        yield
+        return
+    with file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def to_json(content: Mapping[str, Any], indent: int | None = None) -> str:

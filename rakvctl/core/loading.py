@@ -18,6 +18,7 @@ from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.successors import read_successors, successors_path
+from rakvctl.core.text import TextCodec
 from rakvctl.core.tiers import MemoryTier
 
 # Of the budget for what is kept, this part goes to earlier texts where they are looked up in.
@@ -76,6 +77,12 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     if draft_files is not None and target.can_rollback:
         draft = _load_draft(loader, draft_files, codec.vocab_size, notify)
     return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "", disk=disk)
+
+
+def load_codec(options: RuntimeOptions, notify: Notify) -> TextCodec:
+    """The target's tokenizer alone, of which `load_pair` says the rest."""
+    loader = make_loader(options)
+    return loader.load_codec(loader.find(options.target, "target", notify))
 
 
 def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProfile | None) -> Runtime:

@@ -17,6 +17,8 @@ from rakvctl.core.errors import ModelError
 Role = Literal["target", "draft"]
 Notify = Callable[[str], None]
 
+# Models that have a name here and are the same everywhere.
+OUR_NAMES = ("tiny", "smollm2")
 # Targets whose name brings a draft along.
 _NAMES_WITH_DRAFT = {"tiny"}
 _SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"

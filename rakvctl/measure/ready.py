@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rakvctl.core.errors import RakvError
+from rakvctl.core.files import only_process
 from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime, with_successors
 from rakvctl.core.models import Notify
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import policy_needs
-from rakvctl.core.profile import HardwareProfile, field_label, foreign_fields
+from rakvctl.core.profile import Fingerprint, HardwareProfile, field_label, foreign_fields
 from rakvctl.core.profile_file import read_profile, refuse_foreign, write_profile
 from rakvctl.core.profile_places import default_path
 from rakvctl.core.runtime import Runtime
@@ -49,16 +50,28 @@ def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on
             profile = read_profile(path)
             refuse_foreign(profile, here, name)
             return profile
-        if path.exists():
-            profile = read_profile(path)
-            differing = foreign_fields(profile.fingerprint, here)
-            if not differing:
-                return profile
-            why = f"the profile is of another {field_label(differing[0])}: measuring anew"
-        else:
-            why = "no profile for this machine and pair: measuring one"
-    notify(f"{why}, about {QUICK_SECONDS:.0f} s, this once")
-    return _measured_now(pair, options, path, notify, on_progress)
+        kept, _ = _kept(path, here)
+    if kept is not None:
+        return kept
+    # Whoever measures is to be alone, and the others of this machine wait for what it finds.
+    with only_process(path.with_name("measuring.lock")):
+        with mending(options):
+            kept, why = _kept(path, here)
+        if kept is not None:
+            return kept
+        notify(f"{why}, about {QUICK_SECONDS:.0f} s, this once")
+        return _measured_now(pair, options, path, notify, on_progress)
+
+
+def _kept(path: Path, here: Fingerprint) -> tuple[HardwareProfile | None, str]:
+    """The profile at a path, or None and why it cannot be used. Raises ProfileError where it is damaged."""
+    if not path.exists():
+        return None, "no profile for this machine and pair: measuring one"
+    profile = read_profile(path)
+    differing = foreign_fields(profile.fingerprint, here)
+    if differing:
+        return None, f"the profile is of another {field_label(differing[0])}: measuring anew"
+    return profile, ""
 
 
 def _measured_now(

@@ -1,0 +1,118 @@
+"""Prompts over a Ray cluster, as one thing that serves: connect, divide, load, dispatch, leave."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rakvctl.core.errors import UsageError
+from rakvctl.core.loading import RuntimeOptions, load_codec
+from rakvctl.core.models import OUR_NAMES, Notify
+from rakvctl.core.runtime import Runtime
+from rakvctl.core.serving import Answer, Job
+from rakvctl.core.text import TextCodec
+from rakvctl.core.types import Completion
+from rakvctl.fleet.dispatch import Dispatcher
+from rakvctl.fleet.events import WorkerInfo
+from rakvctl.fleet.shares import Share, divide
+from rakvctl.fleet.worker import MakeRuntime
+from rakvctl.measure.ready import load_runtime
+
+INSTALL_RAY = "pip install 'rakvctl[ray]'"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """The cluster as the command line has it: its address or `local`, and what each worker gets; None: left open."""
+
+    address: str
+    num_workers: int | None = None
+    num_cpus: int | None = None
+    num_gpus: float | None = None
+
+
+class Fleet:
+    """Workers that are loading or ready; serves like one runtime, in input order."""
+
+    def __init__(self, codec: TextCodec, dispatcher: Dispatcher) -> None:
+        self.codec = codec
+        self._dispatcher = dispatcher
+
+    @property
+    def infos(self) -> Mapping[int, WorkerInfo]:
+        """What the workers that have been ready run on."""
+        return self._dispatcher.infos
+
+    def answers(self, jobs: Iterator[Job], on_text: Callable[[str], None]) -> Iterator[Answer]:
+        """The answer to each job; `on_text` gets the text of a completion before it comes, in one piece.
+
+        Raises RakvError where no worker can serve, KeyboardInterrupt after `interrupt`.
+        """
+        for answer in self._dispatcher.answers(jobs):
+            if isinstance(answer.outcome, Completion):
+                on_text(answer.outcome.text)
+            yield answer
+
+    def interrupt(self) -> None:
+        """End early, with what is done."""
+        self._dispatcher.interrupt()
+
+
+@contextmanager
+def open_fleet(
+    fleet: FleetOptions, options: RuntimeOptions, notify: Notify, *, debugging: bool = False
+) -> Iterator[Fleet]:
+    """Connect and start workers; at the end none is left, and a cluster of this command's own is gone.
+
+    Raises UsageError without Ray or without room for the workers, RakvError without a cluster at the address, and what
+    loading the target's tokenizer raises.
+    """
+    try:
+        from rakvctl.fleet import ray_cluster
+    except ImportError as error:
+        raise UsageError("Ray is not installed", f"run: {INSTALL_RAY}") from error
+    if fleet.address != "local":
+        options = _known_everywhere(options)
+    codec = load_codec(options, notify)
+    # Ray prints what it has to say of nodes and processes to stdout, where results go.
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            ray_cluster.connect(fleet.address)
+            shares = divide(ray_cluster.nodes(), fleet.num_workers, fleet.num_cpus, fleet.num_gpus)
+            cluster = ray_cluster.RayCluster(shares, partial(_runtime_of, options), debugging=debugging)
+            try:
+                yield Fleet(codec, Dispatcher(cluster, notify))
+            finally:
+                cluster.close()
+        finally:
+            ray_cluster.disconnect()
+
+
+def _runtime_of(options: RuntimeOptions, share: Share) -> MakeRuntime:
+    """What loads a worker's runtime: as many threads as it has cores, where the user says nothing else."""
+    if options.num_threads is None and share.num_gpus == 0:
+        options = replace(options, num_threads=share.num_cpus)
+    return partial(_load, options)
+
+
+def _load(options: RuntimeOptions, notify: Notify) -> Runtime:
+    return load_runtime(options, notify, lambda _stage, _share: None)
+
+
+def _known_everywhere(options: RuntimeOptions) -> RuntimeOptions:
+    """The same files, from whatever directory a worker runs in."""
+    return replace(
+        options,
+        target=_absolute(options.target),
+        draft=_absolute(options.draft) if options.draft else options.draft,
+        profile=_absolute(options.profile) if options.profile != "auto" else "auto",
+        kv_dir=options.kv_dir.expanduser().absolute() if options.kv_dir else None,
+    )
+
+
+def _absolute(name: str) -> str:
+    """The path of a model or profile that is named by one; other names are the same everywhere."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() and name not in (*OUR_NAMES, "none") else name
