@@ -22,7 +22,6 @@ from rakvctl.cli.outputs import empty, open_output, refuse_overwriting, resume_o
 from rakvctl.cli.prompt_files import file_status
 from rakvctl.cli.render import JsonlWriter, TextWriter, Writer, completion_record, error_record, print_error
 from rakvctl.cli.stats import Totals
-from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.errors import RakvError, RequestError, UsageError
 from rakvctl.core.types import Action, Completion, CostBreakdown, Decision, StepEvent
 
@@ -468,11 +467,11 @@ def test_a_file_that_cannot_be_rewritten_is_left_as_it_was(read_only_directory: 
 def shown(totals: Totals) -> dict[str, str]:
     """The table's rows by name."""
     console = Console(file=io.StringIO(), width=200)
-    totals.show(console, FakeBackend().info)
+    totals.show(console, {None: "engine of this process"})
     assert isinstance(console.file, io.StringIO)
     cells = [line.split("  ", 1) for line in console.file.getvalue().splitlines()]
     rows = {name.strip(): value.strip() for name, value in cells}
-    assert rows.pop("engine") == "fake; float32 on cpu, 1 thread; none"
+    assert rows.pop("engine") == "engine of this process"
     return rows
 
 
@@ -511,6 +510,35 @@ def test_totals_leave_out_what_there_is_no_figure_for() -> None:
     totals = Totals()
     totals.add(replace(COMPLETION, decision=plain, token_ids=(5,), events=FIRST_TOKEN))
     assert set(shown(totals)) == {"prompts", "actions", "prompt tokens", "new tokens", "time to first token"}
+
+
+def test_totals_of_workers_say_which_actions_were_taken_where() -> None:
+    """Workers on the same are told together; one that served nothing is there too."""
+    plain = Decision(Action(reuse=False, draft_len=0), "ar")
+    totals = Totals()
+    totals.add(COMPLETION, worker=0)
+    totals.add(COMPLETION, worker=1)
+    totals.add(replace(COMPLETION, decision=plain), worker=1)
+    console = Console(file=io.StringIO(), width=200)
+    totals.show(console, {0: "old: CPU", 1: "old: CPU", 2: "new: GPU"})
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[:4] == [
+        ["2", "workers", "old:", "CPU"],
+        ["r=0", "k=0", "(1),", "r=1", "k=3", "(2)"],
+        ["1", "worker", "new:", "GPU"],
+        ["nothing", "yet"],
+    ]
+    assert any("tokens/s each worker" in " ".join(line) for line in lines)
+
+
+def test_a_median_of_very_many_is_that_of_a_fair_sample() -> None:
+    """Memory stays what it is, and values that come late count as much as those that came first."""
+    totals = Totals()
+    for number in range(40_000):
+        totals.add(replace(COMPLETION, ttft_ms=float(number)))
+    median = float(shown(totals)["time to first token"].removesuffix(" ms (median)"))
+    assert median == pytest.approx(20_000, rel=0.03)
 
 
 # Sizes

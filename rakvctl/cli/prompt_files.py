@@ -60,7 +60,7 @@ def open_file(name: str, input_format: InputFormat, option: str | None) -> Promp
         ways = f"as an argument or with {option} FILE" if option else "as an argument"
         raise UsageError("stdin is closed", f"give the prompt {ways}")
     try:
-        file = sys.stdin.buffer if name == STDIN else open(name, "rb")  # noqa: SIM115 - closed by `pieces`
+        file = _stdin() if name == STDIN else open(name, "rb")  # noqa: SIM115 - closed by `pieces`
         head = _head(file) if input_format is InputFormat.AUTO else []
     except OSError as error:
         raise _cannot_read(name, option, error) from error
@@ -68,6 +68,14 @@ def open_file(name: str, input_format: InputFormat, option: str | None) -> Promp
         is_jsonl = Path(name).suffix.lower() in {".jsonl", ".ndjson"} or _is_json_line(head[-1])
         input_format = InputFormat.JSONL if is_jsonl else InputFormat.TEXT
     return PromptFile(file, name, input_format, head, option)
+
+
+def _stdin() -> BinaryIO:
+    """A reader of our own on stdin: a thread that waits in it holds its lock, and Python's own must be free to exit."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:  # in memory
+        return sys.stdin.buffer
 
 
 def file_status(stream: IO[Any]) -> os.stat_result | None:

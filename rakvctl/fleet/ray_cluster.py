@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +18,7 @@ from rakvctl.fleet.worker import MakeRuntime, Worker
 
 # A process that ends this often while it loads, as for want of memory, is not started again.
 _LOAD_RETRIES = 3
+_REACH_SECONDS = 5.0
 # What a cluster of this command's own keeps for large objects. None is: prompts and completions travel by themselves.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -32,12 +34,21 @@ def connect(address: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
+        _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise RakvError(
             f"no Ray cluster at {address}: {first_line(error)}",
-            "start one with `ray start --head`, check the address, or give --ray local",
+            "check the address, start one with `ray start --head`, or give --ray local; a cluster that asks for tokens "
+            "needs RAY_AUTH_MODE=token",
         ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise OSError where nobody answers at a host and port, for which Ray would wait many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
 
 
 def disconnect() -> None:
