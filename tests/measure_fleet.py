@@ -4,32 +4,38 @@ The prompts of FILE go through one process and through one worker in turn; a run
 to its last, so start-up is apart. Prints the ratio of each pair and their median.
 """
 
+import json
 import statistics
 import subprocess
 import sys
 import time
 
-_PAIRS = 3
+_PAIRS = 5
 _PROGRAM = [sys.executable, "-c", "from rakvctl.cli.app import main; main()", "generate", "-o", "jsonl", "-q"]
 
 
-def seconds(arguments: list[str]) -> float:
-    """From the first record to the last."""
+def run(arguments: list[str]) -> tuple[float, float]:
+    """Seconds from the first record to the last, and what part of them went into serving prompts."""
     with subprocess.Popen(_PROGRAM + arguments, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        times = [time.perf_counter() for _ in process.stdout]
+        lines = [(time.perf_counter(), json.loads(line)) for line in process.stdout]
     assert process.returncode == 0
-    return times[-1] - times[0]
+    seconds = lines[-1][0] - lines[0][0]
+    return seconds, sum(record["total_ms"] for _, record in lines[1:]) / 1e3 / seconds
 
 
 def main() -> None:
     file, *options = sys.argv[1:]
     ratios = []
     for _ in range(_PAIRS):
-        alone = seconds(["-f", file, *options])
-        worker = seconds(["-f", file, *options, "--ray", "local", "--workers", "1"])
+        alone, alone_serving = run(["-f", file, *options])
+        worker, worker_serving = run(["-f", file, *options, "--ray", "local", "--workers", "1"])
         ratios.append(worker / alone)
-        print(f"one process {alone:.1f} s, one worker {worker:.1f} s, ratio {ratios[-1]:.3f}", flush=True)
+        print(
+            f"one process {alone:.1f} s, {alone_serving:.1%} of it serving; one worker {worker:.1f} s, "
+            f"{worker_serving:.1%} of it serving; ratio {ratios[-1]:.3f}",
+            flush=True,
+        )
     print(f"median of the ratios {statistics.median(ratios):.3f}")
 
 
