@@ -44,10 +44,12 @@ def main() -> None:
     process, totals = psutil.Process(), Totals()
     ray_cluster.connect("local")
     cluster = ray_cluster.RayCluster([Share(1, 0)] * 2, lambda _share: toy)
+    dispatcher = Dispatcher(cluster, partial(print, "Note:"))
+    dispatcher.start()
     started = time.perf_counter()
     with open(os.devnull, "w") as nowhere:
         writer = JsonlWriter(nowhere)
-        for number, answer in enumerate(Dispatcher(cluster, partial(print, "Note:")).answers(jobs(count)), start=1):
+        for number, answer in enumerate(dispatcher.answers(jobs(count)), start=1):
             assert isinstance(answer.outcome, Completion)
             assert answer.prompt_id == f"prompt-{number - 1}"
             totals.add(answer.outcome, answer.worker)

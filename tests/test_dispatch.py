@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -111,9 +112,14 @@ def expected(texts: list[tuple[int, ...]]) -> list[str]:
     return [alone.run(Request(ids, SAMPLING)).text for ids in texts]
 
 
+def started(cluster: Threads, notify: Notify = lambda _: None, **options: Any) -> Dispatcher:
+    dispatcher = Dispatcher(cluster, notify, **options)
+    dispatcher.start()
+    return dispatcher
+
+
 def run(cluster: Threads, texts: list[tuple[int, ...]], notes: list[str] | None = None) -> list[Answer]:
-    dispatcher = Dispatcher(cluster, (notes if notes is not None else []).append)
-    answers = list(dispatcher.answers(jobs(texts)))
+    answers = list(started(cluster, (notes if notes is not None else []).append).answers(jobs(texts)))
     cluster.close()
     assert [answer.prompt_id for answer in answers] == [f"p{number}" for number in range(len(texts))]
     return answers
@@ -147,7 +153,7 @@ def test_prefixes_are_found_as_often_as_in_one_process_and_less_often_anywhere()
     assert in_one_process == 580
     assert num_hits(run(Threads(4), texts)) >= 0.95 * in_one_process
     anywhere = Threads(4)
-    dealt = list(Dispatcher(anywhere, lambda _: None, by_group=False).answers(jobs(texts)))
+    dealt = list(started(anywhere, by_group=False).answers(jobs(texts)))
     anywhere.close()
     assert num_hits(dealt) < 0.92 * in_one_process
 
@@ -160,7 +166,7 @@ def test_a_prompt_that_cannot_be_read_or_served_is_an_error_in_its_place() -> No
         yield Job("d", Request((4, 5), SAMPLING))
 
     cluster = Threads(2, make_runtime=lambda _: FakeRuntime(target_positions=30).runtime("ar"))
-    answers = list(Dispatcher(cluster, lambda _: None).answers(mixed()))
+    answers = list(started(cluster).answers(mixed()))
     assert [answer.prompt_id for answer in answers] == ["a", "b", "c", "d"]
     errors = [answer.outcome.message for answer in answers if isinstance(answer.outcome, RequestError)]
     assert errors == ["bad line", "the prompt has 40 tokens, the model room for 30 with at least one new token"]
@@ -202,7 +208,7 @@ def test_a_worker_that_cannot_load_is_gone_without_and_none_left_is_an_error() -
     assert texts_of(run(Threads(3, refuse=frozenset([0, 2])), texts, notes)) == expected(texts)
     assert sum("cannot serve: no model on" in note for note in notes) == 2
     with pytest.raises(ModelError, match="no model on"):
-        run(Threads(2, refuse=frozenset([0, 1])), texts)
+        started(Threads(2, refuse=frozenset([0, 1])))
 
 
 def test_what_workers_of_a_node_would_all_say_is_said_once() -> None:
@@ -227,7 +233,7 @@ def test_an_input_that_breaks_off_is_an_error_after_the_answers_to_what_came() -
 
     answers: list[Answer] = []
     with pytest.raises(RakvError, match=r"cannot read p\.jsonl"):
-        answers.extend(Dispatcher(Threads(2), lambda _: None).answers(broken()))
+        answers.extend(started(Threads(2)).answers(broken()))
     assert [answer.prompt_id for answer in answers] == [f"p{number}" for number in range(5)]
 
 
@@ -241,7 +247,7 @@ def test_an_answer_does_not_wait_for_the_next_prompt() -> None:
             assert answered.wait(30)
             answered.clear()
 
-    for _ in Dispatcher(Threads(2), lambda _: None).answers(conversation()):
+    for _ in started(Threads(2)).answers(conversation()):
         answered.set()
 
 
@@ -255,7 +261,7 @@ def test_only_so_much_is_read_ahead() -> None:
             num_read += 1
             yield job
 
-    dispatcher = Dispatcher(Threads(2), lambda _: None, read_ahead=8)
+    dispatcher = started(Threads(2), read_ahead=8)
     for num_answered, _ in enumerate(dispatcher.answers(counted())):
         assert num_read <= num_answered + 2 * 8 + 1
     assert num_read == 500
@@ -285,7 +291,7 @@ def test_an_interrupt_gives_what_is_done_and_ends() -> None:
                     self.tell(Served(number, life, task.number, outcome))
 
     cluster = Hanging(2)
-    dispatcher = Dispatcher(cluster, lambda _: None)
+    dispatcher = started(cluster)
 
     def interrupt_when_served() -> None:
         while cluster.num_served.total() < 10:

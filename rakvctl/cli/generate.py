@@ -4,7 +4,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -62,8 +62,8 @@ def generate(
             outputs.empty(stream, options.out)
         writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
         totals = Totals()
-        answers = server.answers(jobs(source.prompts, server.codec, options.chat, finished), writer.text)
         try:
+            answers = server.answers(jobs(source.prompts, server.codec, options.chat, finished), writer.text)
             with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
                 for answer in answers:
                     _record(answer, writer, totals)
@@ -101,7 +101,10 @@ def _server(
 ) -> Iterator[Server]:
     """What serves: a runtime in this process, or workers of a cluster."""
     if fleet_options is not None:
-        with open_fleet(fleet_options, options, notify, debugging=render.debugging()) as fleet:
+        with ExitStack() as stack:
+            with progress.measuring(shown=not quiet) as on_progress:
+                on_progress("starting workers", 0.0)
+                fleet = stack.enter_context(open_fleet(fleet_options, options, notify, debugging=render.debugging()))
             yield FleetServer(fleet)
         return
     with progress.measuring(shown=not quiet) as on_progress:

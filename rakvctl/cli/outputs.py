@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,20 +56,32 @@ def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
     Error records and a line that was cut off half-way are dropped first: their prompts run again. Raises RakvError
     where the file cannot be written, and UsageError where it holds something else than records.
     """
+    finished, is_whole = Counter[PromptId](), True
     try:
-        content = path.read_bytes() if path.exists() else b""
-        records = [(line, _record(line)) for line in content.split(b"\n")]
-        # Only what follows the last line break may be cut off.
-        if any(record is None and line.strip() for line, record in records[:-1]):
-            raise UsageError(f"{path} holds other lines than records", "give --out a file that rakvctl has written")
-        complete = [(line, record["id"]) for line, record in records if record and _is_complete(record)]
-        kept = b"".join(line + b"\n" for line, _ in complete)
-        if kept != content:
+        for line, prompt_id in _lines(path):
+            is_whole = is_whole and prompt_id is not None and line.endswith(b"\n")
+            if prompt_id is not None:
+                finished[prompt_id] += 1
+        if not is_whole:
+            kept = (line.removesuffix(b"\n") + b"\n" for line, prompt_id in _lines(path) if prompt_id is not None)
             replace_file(path.resolve(), kept)
         stream = path.open("a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
-    return stream, Counter(prompt_id for _, prompt_id in complete)
+    return stream, finished
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, PromptId | None]]:
+    """Each line of a file, with the id if it is a complete record. Raises UsageError where it is no record at all."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            record = _record(line)
+            # Only what no line break follows may be cut off.
+            if record is None and line.strip() and line.endswith(b"\n"):
+                raise UsageError(f"{path} holds other lines than records", "give --out a file that rakvctl has written")
+            yield line, record["id"] if record and _is_complete(record) else None
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

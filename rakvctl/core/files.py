@@ -4,7 +4,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in place of what was there: whole, or not at all. Who may read it stays as it was.
+def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file, in one piece or several, in place of what was there: whole, or not at all.
 
-    Raises OSError.
+    Who may read it stays as it was. Raises OSError.
     """
+    pieces = [content] if isinstance(content, bytes) else content
     if path.exists() and not path.is_file():
-        path.write_bytes(content)  # a device or a pipe: there is nothing to replace
+        path.write_bytes(b"".join(pieces))  # a device or a pipe: there is nothing to replace
         return
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-"[:100])
     try:
         with open(descriptor, "wb") as stream:
-            stream.write(content)
+            stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(unfinished, mode)

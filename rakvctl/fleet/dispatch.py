@@ -13,7 +13,7 @@ from rakvctl.core.models import Notify
 from rakvctl.core.prefixes import bucket_digest
 from rakvctl.core.serving import Answer, Job, PromptId
 from rakvctl.core.types import BUCKET_TOKENS, Completion
-from rakvctl.fleet.events import Cluster, Died, Failed, Loaded, Served, Task, WorkerEvent, WorkerInfo
+from rakvctl.fleet.events import Cluster, Died, Failed, Loaded, Refused, Served, Task, WorkerEvent, WorkerInfo
 from rakvctl.fleet.router import Router
 
 # So many prompts a worker are read ahead: enough for groups to gather, and little memory for any file.
@@ -44,6 +44,9 @@ class _Interrupted:
     """The user wants an end."""
 
 
+_Event = WorkerEvent | _Read | _InputEnded | _Interrupted
+
+
 @dataclass(slots=True)
 class _Worker:
     """What the dispatcher knows of a worker; `in_flight`: sent and not answered, in the order of sending."""
@@ -72,12 +75,13 @@ class Dispatcher:
         self._router: Router[Task] = Router(cluster.num_workers, by_group=by_group)
         self._workers = [_Worker() for _ in range(cluster.num_workers)]
         self._idle: set[int] = set()
-        self._events: queue.SimpleQueue[WorkerEvent | _Read | _InputEnded | _Interrupted] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._room = threading.Semaphore(read_ahead * cluster.num_workers)
         self._ids: dict[int, PromptId] = {}
         self._done: dict[int, Answer] = {}
         self._deaths = Counter[int]()
         self._next = 0
+        self._ended: _InputEnded | None = None
         self._notes: set[str] = set()
         self._refusals: list[str] = []
         self.infos: dict[int, WorkerInfo] = {}
@@ -86,28 +90,29 @@ class Dispatcher:
         """End early: `answers` yields what is done and raises KeyboardInterrupt. A signal's handler may call this."""
         self._events.put(_Interrupted())
 
-    def answers(self, jobs: Iterator[Job]) -> Iterator[Answer]:
-        """The answer to each job, in their order, as they become known.
-
-        Raises what reading `jobs` raises, after the answers to all before it, and RakvError where no worker is left.
-        """
+    def start(self) -> None:
+        """Have all workers load, and wait for the first that is ready. Raises RakvError where none can be."""
         self._cluster.start(self._events.put)
         for worker in range(self._cluster.num_workers):
             self._cluster.load(worker, 0)
+        while not self.infos:
+            self._handle(self._events.get())
+
+    def answers(self, jobs: Iterator[Job]) -> Iterator[Answer]:
+        """The answer to each job, in their order, as they become known; once the workers are started.
+
+        Raises what reading `jobs` raises, after the answers to all before it, and RakvError where no worker is left.
+        """
         threading.Thread(target=self._read, args=(jobs,), name="reader", daemon=True).start()
-        ended: _InputEnded | None = None
-        while ended is None or self._next < ended.num_jobs:
-            event = self._events.get()
-            if isinstance(event, _InputEnded):
-                ended = event
-            elif isinstance(event, _Interrupted):
-                yield from self._out_of_line()
-                raise KeyboardInterrupt
-            else:
-                self._handle(event)
-            yield from self._in_line()
-        if ended.error is not None:
-            raise ended.error
+        try:
+            while self._ended is None or self._next < self._ended.num_jobs:
+                self._handle(self._events.get())
+                yield from self._in_line()
+        except KeyboardInterrupt:
+            yield from self._out_of_line()
+            raise
+        if self._ended.error is not None:
+            raise self._ended.error
 
     def _read(self, jobs: Iterator[Job]) -> None:
         """Read the input in a thread of its own: a pipe may have nothing while answers come."""
@@ -131,19 +136,25 @@ class Dispatcher:
         for number in sorted(self._done):
             yield self._done.pop(number)
 
-    def _handle(self, event: WorkerEvent | _Read) -> None:
-        if isinstance(event, _Read):
-            self._accept(event.number, event.job)
-        elif isinstance(event, Failed):
-            raise event.error
-        elif event.life == self._workers[event.worker].life:  # else it is of a process that was given up
-            if isinstance(event, Loaded):
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case Failed():
+                raise event.error
+            case _Interrupted():
+                raise KeyboardInterrupt
+            case _InputEnded():
+                self._ended = event
+            case _Read():
+                self._accept(event.number, event.job)
+            case _ if event.life != self._workers[event.worker].life:
+                pass  # of a process that has been given up
+            case Loaded():
                 self._greet(event)
-            elif isinstance(event, Served):
+            case Served():
                 self._take_outcome(event)
-            elif isinstance(event, Died):
+            case Died():
                 self._start_anew(event)
-            else:
+            case Refused():
                 self._give_up(event.worker, event.error)
 
     def _accept(self, number: int, job: Job) -> None:

@@ -34,7 +34,7 @@ class FleetOptions:
 
 
 class Fleet:
-    """Workers that are loading or ready; serves like one runtime, in input order."""
+    """Workers of which one is ready at least; serves like one runtime, in input order."""
 
     def __init__(self, codec: TextCodec, dispatcher: Dispatcher) -> None:
         self.codec = codec
@@ -64,10 +64,10 @@ class Fleet:
 def open_fleet(
     fleet: FleetOptions, options: RuntimeOptions, notify: Notify, *, debugging: bool = False
 ) -> Iterator[Fleet]:
-    """Connect and start workers; at the end none is left, and a cluster of this command's own is gone.
+    """Connect and start workers, and wait for the first; at the end none is left, nor a cluster of this command's own.
 
     Raises UsageError without Ray or without room for the workers, RakvError without a cluster at the address, and what
-    loading the target's tokenizer raises.
+    loading models and profile raises where no worker can.
     """
     try:
         from rakvctl.fleet import ray_cluster
@@ -83,7 +83,9 @@ def open_fleet(
             shares = divide(ray_cluster.nodes(), fleet.num_workers, fleet.num_cpus, fleet.num_gpus)
             cluster = ray_cluster.RayCluster(shares, partial(_runtime_of, options), debugging=debugging)
             try:
-                yield Fleet(codec, Dispatcher(cluster, notify))
+                dispatcher = Dispatcher(cluster, notify)
+                dispatcher.start()
+                yield Fleet(codec, dispatcher)
             finally:
                 cluster.close()
         finally:
