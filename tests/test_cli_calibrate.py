@@ -2,16 +2,22 @@
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rakvctl.cli.profile_tables import show_profile
+from rakvctl.core.backends.fake import VirtualClock
+from rakvctl.core.loading import RuntimeOptions
+from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile_file import read_profile, write_profile
 from rakvctl.measure.calibrate import Calibration
+from rakvctl.measure.ready import fitting_profile
 from rakvctl.measure.timing import Point
-from tests.profiles import toy_profile
+from tests.profiles import toy_pair, toy_profile
 from tests.program import Call, Finished, assert_error
 
 
@@ -87,6 +93,33 @@ def test_generate_measures_once_where_there_is_no_profile(
     first, second = run(*command), run(*command)
     assert "no profile for this machine and pair" in first.err
     assert second == Finished(0, first.out, "")
+
+
+def test_processes_of_one_machine_measure_once_and_one_at_a_time(
+    own_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers of a cluster do that start together: whoever comes second waits, and takes what the first found."""
+    running, runs, toy = 0, list[int](), toy_profile()
+
+    def slow(pair: ModelPair, *_: object) -> Calibration:
+        nonlocal running
+        running += 1
+        runs.append(running)
+        time.sleep(0.3)
+        running -= 1
+        return Calibration(replace(toy, fingerprint=pair.fingerprint()), ())
+
+    monkeypatch.setattr("rakvctl.measure.ready.calibrate", slow)
+    options, notes = RuntimeOptions(target="toy"), list[str]()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [
+            pool.submit(fitting_profile, toy_pair(VirtualClock()), options, notes.append, lambda *_: None)
+            for _ in range(3)
+        ]
+        profiles = [process.result() for process in waiting]
+    assert runs == [1]
+    assert len(notes) == 1
+    assert len({profile.fingerprint for profile in profiles}) == 1
 
 
 def test_acceptance_is_measured_on_the_user_s_prompts(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
