@@ -84,7 +84,7 @@ def simulate(options: argparse.Namespace, *, by_group: bool) -> Result:
     running: list[tuple[float, int, int]] = []
     done: set[int] = set()
     num_read = num_in_line = num_hits = 0
-    now = routing_s = 0.0
+    now = routing_s = router_mb = 0.0
 
     def start(worker: int) -> None:
         nonlocal num_hits, routing_s
@@ -101,7 +101,8 @@ def simulate(options: argparse.Namespace, *, by_group: bool) -> Result:
         busy[worker] += duration
         heapq.heappush(running, (now + duration, worker, prompt.number))
 
-    tracemalloc.start() if options.memory else None
+    if options.memory:
+        tracemalloc.start()
     while num_in_line < options.prompts:
         while num_read < min(options.prompts, num_in_line + READ_AHEAD * options.workers):
             started = time.perf_counter()
@@ -116,11 +117,8 @@ def simulate(options: argparse.Namespace, *, by_group: bool) -> Result:
             done.remove(num_in_line)
             num_in_line += 1
         start(worker)
-    router_mb = 0.0
-    if options.memory:
-        statistics = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/fleet/router.py")])
-        router_mb = sum(entry.size for entry in statistics.statistics("filename")) / 1e6
-        tracemalloc.stop()
+        if tracemalloc.is_tracing() and num_in_line > options.prompts // 2:
+            router_mb = _traced_mb()
     return Result(
         hit_rate=num_hits / options.prompts,
         makespan=now,
@@ -129,6 +127,13 @@ def simulate(options: argparse.Namespace, *, by_group: bool) -> Result:
         routing_us=routing_s / options.prompts * 1e6,
         router_mb=router_mb,
     )
+
+
+def _traced_mb() -> float:
+    """Megabytes that the router has allocated and not freed; ends the tracing."""
+    snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/fleet/router.py")])
+    tracemalloc.stop()
+    return sum(entry.size for entry in snapshot.statistics("filename")) / 1e6
 
 
 def main() -> None:
@@ -141,7 +146,9 @@ def main() -> None:
     parser.add_argument("--store", type=int, default=64, help="prefixes that a worker keeps (default: 64)")
     parser.add_argument("--miss", type=float, default=1.0, help="what a prefix costs, in mean prompts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
-    parser.add_argument("--memory", action="store_true", help="also trace the router's memory, which is slow")
+    parser.add_argument(
+        "--memory", action="store_true", help="also trace the router's memory up to half of the prompts, which is slow"
+    )
     options = parser.parse_args()
     for by_group in (True, False):
         result = simulate(options, by_group=by_group)

@@ -71,7 +71,9 @@ def open_fleet(
     """
     try:
         from rakvctl.fleet import ray_cluster
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
         raise UsageError("Ray is not installed", f"run: {INSTALL_RAY}") from error
     if fleet.address != "local":
         options = _known_everywhere(options)
