@@ -11,9 +11,10 @@ import numpy as np
 from rakvctl.core.errors import RakvError, RequestError
 from rakvctl.core.models import Notify
 from rakvctl.core.prefixes import bucket_digest
-from rakvctl.core.serving import Answer, Job, PromptId
+from rakvctl.core.serving import Answer, Job
 from rakvctl.core.types import BUCKET_TOKENS, Completion
 from rakvctl.fleet.events import Cluster, Died, Failed, Loaded, Refused, Served, Task, WorkerEvent, WorkerInfo
+from rakvctl.fleet.line import Line
 from rakvctl.fleet.router import Router
 
 # So many prompts a worker are read ahead: enough for groups to gather, and little memory for any file.
@@ -76,11 +77,8 @@ class Dispatcher:
         self._workers = [_Worker() for _ in range(cluster.num_workers)]
         self._idle: set[int] = set()
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._room = threading.Semaphore(read_ahead * cluster.num_workers)
-        self._ids: dict[int, PromptId] = {}
-        self._done: dict[int, Answer] = {}
+        self._line = Line(read_ahead * cluster.num_workers)
         self._deaths = Counter[int]()
-        self._next = 0
         self._ended: _InputEnded | None = None
         self._notes: set[str] = set()
         self._refusals: list[str] = []
@@ -105,11 +103,11 @@ class Dispatcher:
         """
         threading.Thread(target=self._read, args=(jobs,), name="reader", daemon=True).start()
         try:
-            while self._ended is None or self._next < self._ended.num_jobs:
+            while self._ended is None or self._line.num_left < self._ended.num_jobs:
                 self._handle(self._events.get())
-                yield from self._in_line()
+                yield from self._line.leave()
         except KeyboardInterrupt:
-            yield from self._out_of_line()
+            yield from self._line.leave_all()
             raise
         if self._ended.error is not None:
             raise self._ended.error
@@ -118,23 +116,14 @@ class Dispatcher:
         """Read the input in a thread of its own: a pipe may have nothing while answers come."""
         number, error = 0, None
         try:
-            while self._room.acquire() and (job := next(jobs, None)) is not None:
+            self._line.wait_for_place()
+            for job in jobs:
                 self._events.put(_Read(number, job))
                 number += 1
+                self._line.wait_for_place()
         except BaseException as raised:  # told to the thread that everybody listens to
             error = raised
         self._events.put(_InputEnded(number, error))
-
-    def _in_line(self) -> Iterator[Answer]:
-        while self._next in self._done:
-            yield self._done.pop(self._next)
-            self._next += 1
-            self._room.release()
-
-    def _out_of_line(self) -> Iterator[Answer]:
-        """What is done while something before it is not."""
-        for number in sorted(self._done):
-            yield self._done.pop(number)
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -159,15 +148,14 @@ class Dispatcher:
 
     def _accept(self, number: int, job: Job) -> None:
         if isinstance(job.request, RequestError):
-            self._done[number] = Answer(job.prompt_id, job.request)
+            self._line.put(number, Answer(job.prompt_id, job.request))
             return
-        self._ids[number] = job.prompt_id
         ids = np.asarray(job.request.prompt_token_ids, dtype=np.int32)
         group = bucket_digest("", ids) if len(ids) >= BUCKET_TOKENS else None
-        home = self._router.add(Task(number, ids, job.request.sampling, group))
+        home = self._router.add(Task(number, job.prompt_id, ids, job.request.sampling, group))
         self._feed(home)
         if self._idle and self._router.num_waiting:
-            self._feed(next(iter(self._idle)))
+            self._feed(min(self._idle, key=lambda number: len(self._workers[number].in_flight)))
 
     def _feed(self, number: int) -> None:
         """Send a worker as much as keeps it busy; others' prompts only where it would run dry."""
@@ -195,15 +183,15 @@ class Dispatcher:
 
     def _take_outcome(self, event: Served) -> None:
         worker = self._workers[event.worker]
-        del worker.in_flight[event.number]
+        task = worker.in_flight.pop(event.number)
         if isinstance(event.outcome, Completion):
             worker.mean_ms += (event.outcome.total_ms - worker.mean_ms) / 8
-        self._finish(event.number, event.outcome, event.worker)
+        self._finish(task, event.outcome, event.worker)
         self._feed(event.worker)
 
-    def _finish(self, number: int, outcome: Completion | RequestError, worker: int) -> None:
-        self._deaths.pop(number, None)
-        self._done[number] = Answer(self._ids.pop(number), outcome, worker)
+    def _finish(self, task: Task, outcome: Completion | RequestError, worker: int) -> None:
+        self._deaths.pop(task.number, None)
+        self._line.put(task.number, Answer(task.prompt_id, outcome, worker))
 
     def _start_anew(self, event: Died) -> None:
         """Run what was in flight elsewhere; the first of it was being served, and may be the reason."""
@@ -217,7 +205,7 @@ class Dispatcher:
         if not event.was_idle:
             self._deaths[tasks[0].number] += 1
             if self._deaths[tasks[0].number] >= MAX_DEATHS:
-                self._finish(tasks.pop(0).number, _poisonous(), event.worker)
+                self._finish(tasks.pop(0), _poisonous(), event.worker)
         self._cluster.load(event.worker, worker.life)
         self._feed(self._router.put_back(event.worker, tasks))
         self._feed_idle()

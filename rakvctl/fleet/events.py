@@ -8,6 +8,7 @@ import numpy as np
 
 from rakvctl.core.errors import RakvError, RequestError
 from rakvctl.core.seams import EngineInfo
+from rakvctl.core.serving import PromptId
 from rakvctl.core.types import Completion, Request, SamplingParams
 
 
@@ -19,6 +20,7 @@ class Task:
     """
 
     number: int
+    prompt_id: PromptId
     token_ids: np.ndarray
     sampling: SamplingParams
     group: bytes | None
