@@ -91,7 +91,9 @@ def _on_interrupt(interrupt: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         interrupt()
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in the background of a shell's script
+        signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from rakvctl.fleet.worker import MakeRuntime, Worker
 # A process that ends this often while it loads, as for want of memory, is not started again.
 _LOAD_RETRIES = 3
 _REACH_SECONDS = 5.0
+_CLOSE_SECONDS = 10.0
 # What a cluster of this command's own keeps for large objects. None is: prompts and completions travel by themselves.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -35,13 +38,27 @@ def connect(address: str) -> None:
         own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         _reach(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        with _uninterrupted():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise RakvError(
             f"no Ray cluster at {address}: {first_line(error)}",
             "check the address, start one with `ray start --head`, or give --ray local; a cluster that asks for tokens "
             "needs RAY_AUTH_MODE=token",
         ) from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits till the end: where its start or its end is broken off, Ray takes the process with it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reach(address: str) -> None:
@@ -53,7 +70,8 @@ def _reach(address: str) -> None:
 
 def disconnect() -> None:
     """Leave the cluster; one of this command's own ends."""
-    ray.shutdown()
+    with _uninterrupted():
+        ray.shutdown()
 
 
 def nodes() -> list[NodeResources]:
@@ -81,6 +99,7 @@ class RayCluster:
             for share in shares
         ]
         self._tell: Callable[[WorkerEvent], None] = lambda _event: None
+        self._calls: set[Future[Any]] = set()
 
     @property
     def num_workers(self) -> int:
@@ -94,17 +113,24 @@ class RayCluster:
     def load(self, worker: int, life: int) -> None:
         """Have the models loaded."""
         call = self._actors[worker].load.options(max_task_retries=_LOAD_RETRIES).remote()
-        call.future().add_done_callback(partial(self._loaded, worker, life))
+        self._when_done(call, partial(self._loaded, worker, life))
 
     def serve(self, worker: int, life: int, task: Task) -> None:
         """Send a prompt."""
-        call = self._actors[worker].serve.remote(task)
-        call.future().add_done_callback(partial(self._served, worker, life, task.number))
+        self._when_done(self._actors[worker].serve.remote(task), partial(self._served, worker, life, task.number))
 
     def close(self) -> None:
-        """End all actors at once, whatever they do."""
+        """End all actors at once, whatever they do, and wait until Ray's threads have told of that."""
         for actor in self._actors:
             ray.kill(actor)
+        # A call that ends later, while Python ends, would take the process with it.
+        wait(list(self._calls), timeout=_CLOSE_SECONDS)
+
+    def _when_done(self, call: Any, tell: Callable[[Future[Any]], None]) -> None:
+        future = call.future()
+        self._calls.add(future)
+        future.add_done_callback(tell)
+        future.add_done_callback(self._calls.discard)
 
     def _loaded(self, worker: int, life: int, call: Future[Any]) -> None:
         error = call.exception()
