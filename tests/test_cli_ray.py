@@ -204,6 +204,20 @@ def test_an_interrupt_writes_what_is_done_and_leaves_nothing_running(prompts: Pa
 
 
 @needs_ray
+def test_a_driver_that_is_told_to_end_does_not_say_that_all_is_done(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with running(on_ray("-f", prompts, "--out", out)) as driver:
+        wait_until(lambda: len(records_so_far(out)) >= 5)
+        workers = serving_workers(driver.pid)
+        driver.terminate()
+        assert driver.wait(timeout=60) == -signal.SIGTERM
+        assert driver.stderr is not None
+        assert driver.stderr.read() == b""
+    _, left = psutil.wait_procs(workers, timeout=30)
+    assert left == []
+
+
+@needs_ray
 def test_what_cannot_be_served_is_said_once(tmp_path: Path) -> None:
     finished = subprocess.run(
         command("--ray", "local", "--workers", "2", "-m", tmp_path, "hello"),

@@ -38,7 +38,7 @@ def connect(address: str) -> None:
         own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         _reach(address)
-        with _uninterrupted():
+        with _uninterrupted(), _as_it_was(signal.SIGTERM):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise RakvError(
@@ -59,6 +59,16 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _as_it_was(number: signal.Signals) -> Iterator[None]:
+    """Ray handles this signal by an orderly exit, with a code that says that all is done."""
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _reach(address: str) -> None:
