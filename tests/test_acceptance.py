@@ -244,6 +244,35 @@ def _drafts(completion: Completion) -> bool:
     return completion.decision.action.draft_len > 0
 
 
+def test_a_seed_repeats_its_text_whatever_was_served_before() -> None:
+    """Experience, stored prefixes, earlier texts and times change what other requests draft."""
+    sampled = [
+        replace(request, sampling=SamplingParams(max_new_tokens=60, temperature=1.0, seed=number))
+        for number, request in enumerate(some_requests(12))
+    ]
+    expected = []
+    for request in sampled:
+        serving = Serving(agrees=True)
+        expected.append(serving.runtime(make_policy("auto", serving.profile)).run(request))
+    serving = Serving(agrees=True)
+    runtime = serving.runtime(make_policy("auto", serving.profile), initial_experience(serving.profile))
+    for greedy in some_requests(30):
+        runtime.run(greedy)
+    assert any(completion.num_draft_tokens for completion in expected)
+    assert [runtime.run(request).token_ids for request in sampled] == [one.token_ids for one in expected]
+
+
+def test_without_a_seed_drawn_texts_draft_as_greedy_ones_do() -> None:
+    """Nothing has to be repeated, so all that is known may be used."""
+    serving = Serving(agrees=True)
+    runtime = serving.runtime(make_policy("auto", serving.profile), initial_experience(serving.profile))
+    for greedy in some_requests(30):
+        runtime.run(greedy)
+    request = Request(some_requests(1)[0].prompt_token_ids, SamplingParams(max_new_tokens=60, temperature=1.0))
+    assert runtime.run(request).decision.action.draft_len > 0
+    assert runtime.run(replace(request, sampling=replace(request.sampling, seed=1))).decision.action.draft_len == 0
+
+
 @pytest.mark.parametrize("prior_alpha", [0.0, 0.05, 0.2])
 def test_a_draft_that_is_better_than_thought_is_found_out(prior_alpha: float) -> None:
     """The prior says k = 0; a probe after a while, some more, and then every request drafts."""

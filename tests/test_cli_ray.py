@@ -264,6 +264,11 @@ def test_a_number_of_workers_is_one_or_more(run: Call, workers: str) -> None:
     assert_error(run("generate", "hello", "--ray", "local", f"--workers={workers}"), 2, "is not a number of workers")
 
 
+@pytest.mark.parametrize("address", ["cluster", "LOCAL", "ray://head:10001", "head:", ":6379", "head:port"])
+def test_what_is_no_address_is_wrong_usage(run: Call, address: str) -> None:
+    assert_error(run("generate", "hello", "--ray", address), 2, f"--ray {address} is no address of a cluster")
+
+
 @pytest.mark.parametrize("option", ["--workers=2", "--worker-cpus=1", "--worker-gpus=1"])
 def test_workers_without_a_cluster_are_wrong_usage(run: Call, option: str) -> None:
     assert_error(run("generate", "hello", option), 2, "workers are a cluster's")
@@ -324,6 +329,6 @@ def test_a_prompt_that_ends_its_worker_twice_is_an_error_record(local_ray: Any) 
 @needs_ray
 def test_workers_that_die_while_they_load_are_given_up(local_ray: Any) -> None:
     cluster = local_ray.RayCluster([Share(1, 0)] * 2, lambda _share: dies_while_loading)
-    with pytest.raises(RakvError, match="dies while it loads the model"):
+    with pytest.raises(RakvError, match="a worker dies while it loads the model"):
         Dispatcher(cluster, lambda _: None).start()
     cluster.close()

@@ -217,6 +217,20 @@ def test_what_workers_of_a_node_would_all_say_is_said_once() -> None:
     assert [note.partition(": ")[2] for note in notes] == ["a toy"]
 
 
+def test_a_wait_for_the_first_worker_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where others have all cores of the cluster, which may take hours."""
+    monkeypatch.setattr("rakvctl.fleet.dispatch._PATIENCE_SECONDS", 0.05)
+
+    def slow(_: Notify) -> Runtime:
+        time.sleep(0.5)
+        return FakeRuntime().runtime("kv")
+
+    notes: list[str] = []
+    cluster = Threads(2, make_runtime=slow)
+    run(cluster, prompts(4), notes)
+    assert [note for note in notes if "still no worker is ready" in note] == notes[:1]
+
+
 def test_what_nobody_foresaw_is_raised() -> None:
     class Broken(Threads):
         def serve(self, worker: int, life: int, task: Task) -> None:

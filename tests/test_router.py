@@ -187,10 +187,10 @@ def test_a_cluster_is_divided_among_workers(
 @pytest.mark.parametrize(
     ("nodes", "asked", "message"),
     [
-        ([SMALL], (5, None, None), "room for 4 workers of 1 cores and 0 GPUs, not for 5"),
-        ([SMALL], (2, 3, None), "room for 1 workers of 3 cores"),
-        ([SMALL], (None, 8, None), "room for 0 workers of 8 cores"),
-        ([SMALL], (1, None, 1), "and 1 GPUs"),
+        ([SMALL], (5, None, None), "room for 4 workers with --worker-cpus 1 --worker-gpus 0, not for 5"),
+        ([SMALL], (2, 3, None), "room for 1 workers with --worker-cpus 3"),
+        ([SMALL], (None, 8, None), "room for 0 workers with --worker-cpus 8"),
+        ([SMALL], (1, None, 1), "--worker-gpus 1"),
         ([], (None, None, None), "room for 0 workers"),
     ],
 )

@@ -70,7 +70,10 @@ def run() -> int:
         return _fail(error, error.message, error.hint, error.exit_code)
     except TyperException as error:
         return _fail(error, error.format_message(), f"see {_command_path(error)} --help", 2)
-    except SystemExit:  # how rich ends a program whose help nobody reads any more, as with `--help | head -1`
+    except SystemExit as error:
+        if error.code != 1:
+            raise
+        # How rich ends a program whose help nobody reads any more, as with `--help | head -1`.
         _write_no_more()
         return 0
     except Exception as error:

@@ -175,7 +175,7 @@ def generate(
         str | None,
         typer.Option(
             "--ray",
-            metavar="ADDRESS|local",
+            metavar="HOST:PORT|auto|local",
             callback=not_empty,
             rich_help_panel=_CLUSTER,
             help="Run the prompts on a Ray cluster: its address, auto for the one that this machine belongs to, or "
@@ -232,6 +232,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
+    _check_address(ray)
     num_workers = _num_workers(workers, ray, worker_cpus, worker_gpus)
     budget_bytes, disk_budget_bytes = parse_bytes(kv_budget), parse_bytes(kv_disk_budget)
     source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f")
@@ -267,6 +268,13 @@ def generate(
         GenerateOptions(chat=chat, output=output, out=out, resume=resume, stats=stats, quiet=quiet),
         fleet,
     )
+
+
+def _check_address(ray: str | None) -> None:
+    """Raise UsageError for what is no address that a driver can join."""
+    host, _, port = (ray or "").rpartition(":")
+    if ray not in (None, "auto", "local") and not (host and "/" not in host and port.isascii() and port.isdigit()):
+        raise UsageError(f"--ray {ray} is no address of a cluster", "give auto, local or HOST:PORT")
 
 
 def _num_workers(workers: str | None, ray: str | None, *others: float | None) -> int | None:

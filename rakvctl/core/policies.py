@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rakvctl.core.acceptance import Experience
+from rakvctl.core.acceptance import Experience, initial_experience
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import UsageError
-from rakvctl.core.lookup import History, LookupDrafter
+from rakvctl.core.lookup import LookupDrafter
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.rounds import RoundCosts
 from rakvctl.core.seams import Clock
@@ -51,7 +51,7 @@ class Policy(Protocol):
     ) -> Speculator | None:
         """Who drafts the tokens of a request that was decided so; None where nobody does.
 
-        `clock`: gives seconds, where what is drafted may depend on how long rounds take, and on earlier texts.
+        `clock`: gives seconds; None: what is drafted depends on this text alone, not on experience and on times.
         """
         ...
 
@@ -156,13 +156,15 @@ class AutoPolicy:
         self, decision: Decision, drafter: "Drafter | None", experience: Experience, clock: Clock | None = None
     ) -> Speculator | None:
         """Looks up, beside the draft model if it is worth its start."""
-        # A seed repeats its text, whatever earlier texts there are.
-        history = experience.history if clock is not None else History(0)
-        lookup = LookupDrafter(history, self.successors)
+        profile = self.costs.profile
+        if clock is None:
+            experience = initial_experience(profile, history_bytes=0)
+        lookup = LookupDrafter(experience.history, self.successors)
         model = drafter if decision.action.draft_len else None
-        ties = experience.near_ties
-        costs = RoundCosts(self.costs.profile, experience.round_times if clock is not None else None)
-        return AdaptiveSpeculator(lookup, experience.lookups, model, experience.alpha, costs, clock, ties)
+        costs = RoundCosts(profile, experience.round_times)
+        return AdaptiveSpeculator(
+            lookup, experience.lookups, model, experience.alpha, costs, clock, experience.near_ties
+        )
 
 
 def _total_ms(row: CostBreakdown) -> float:

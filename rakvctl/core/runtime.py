@@ -24,6 +24,7 @@ from rakvctl.core.types import (
     PrefixEntry,
     PrefixMatch,
     Request,
+    SamplingParams,
     StepEvent,
 )
 from rakvctl.core.verify import make_verifier
@@ -91,6 +92,8 @@ class Runtime:
         match = self._store.match(self._target.model_key, prompt) if self._uses_store else None
         num_cloned = match.num_cloned_tokens if match else 0
         drafter, reason = self._usable_drafter(len(prompt))
+        if self._policy.needs.history and _repeats(request.sampling):
+            drafter, reason = "none", "a seed repeats its text, whether a draft pays now or not"
         features = Features(
             num_prompt_tokens=len(prompt),
             max_new_tokens=max_new_tokens,
@@ -140,8 +143,7 @@ class Runtime:
         text = TextStream(self._codec, request.sampling.stop, on_text)
         max_new_tokens = plan.features.max_new_tokens
         sequence = Sequence(request, max_new_tokens, text.push)
-        # How far a draft goes decides which random numbers go where, and a seed is to repeat its text.
-        clock = self._clock if request.sampling.temperature == 0 else None
+        clock = None if _repeats(request.sampling) else self._clock
         speculator = self._policy.speculator(plan.decision, self._drafter, self._experience, clock)
         logits = prefill_rest(self._target, prompt, plan.match)
         stored_logits = logits.numpy()[-1].copy() if self._uses_store else None
@@ -229,3 +231,11 @@ class Runtime:
                     draft_kv=draft_kv,
                 )
             )
+
+
+def _repeats(sampling: SamplingParams) -> bool:
+    """Whether the same text is to come again, whatever was served before and however fast.
+
+    How far a draft goes decides which random numbers go where.
+    """
+    return sampling.temperature > 0 and sampling.seed is not None

@@ -21,6 +21,8 @@ from rakvctl.fleet.router import Router
 READ_AHEAD = 64
 # A prompt that has ended so many workers is not tried again.
 MAX_DEATHS = 2
+# After so long without a ready worker the user hears of it.
+_PATIENCE_SECONDS = 30.0
 # A worker has one prompt waiting behind the one it serves, and more where they are so short that the way there counts.
 _MIN_IN_FLIGHT, _MAX_IN_FLIGHT, _IN_FLIGHT_MS = 2, 16, 50.0
 
@@ -82,6 +84,7 @@ class Dispatcher:
         self._ended: _InputEnded | None = None
         self._notes: set[str] = set()
         self._refusals: list[str] = []
+        self._has_waited = False
         self.infos: dict[int, WorkerInfo] = {}
 
     def interrupt(self) -> None:
@@ -94,7 +97,11 @@ class Dispatcher:
         for worker in range(self._cluster.num_workers):
             self._cluster.load(worker, 0)
         while not self.infos:
-            self._handle(self._events.get())
+            try:
+                self._handle(self._events.get(timeout=None if self._has_waited else _PATIENCE_SECONDS))
+            except queue.Empty:
+                self._has_waited = True
+                self._notify("still no worker is ready: models are being loaded, or others have the cluster's cores")
 
     def answers(self, jobs: Iterator[Job]) -> Iterator[Answer]:
         """The answer to each job, in their order, as they become known; once the workers are started.

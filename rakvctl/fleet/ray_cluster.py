@@ -43,8 +43,8 @@ def connect(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise RakvError(
             f"no Ray cluster at {address}: {first_line(error)}",
-            "check the address, start one with `ray start --head`, or give --ray local; a cluster that asks for tokens "
-            "needs RAY_AUTH_MODE=token",
+            "where the cluster asks for tokens, as `ray start` has it by default, set RAY_AUTH_MODE=token; else check "
+            "the address, or give --ray auto or local",
         ) from error
 
 
@@ -73,7 +73,7 @@ def _as_it_was(number: signal.Signals) -> Iterator[None]:
 
 def _reach(address: str) -> None:
     """Raise OSError where nobody answers at a host and port, for which Ray would wait many minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
 
@@ -150,7 +150,7 @@ class RayCluster:
             self._tell(Refused(worker, life, result) if refused else Loaded(worker, life, result))
         elif isinstance(error, RayActorError):
             hint = "see Ray's logs on its node; mostly there is too little memory for so many workers"
-            self._tell(Refused(worker, life, RakvError("its process dies while it loads the model", hint)))
+            self._tell(Refused(worker, life, RakvError("a worker dies while it loads the model", hint)))
         else:
             self._tell(Failed(error))
 

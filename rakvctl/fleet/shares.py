@@ -44,7 +44,7 @@ def divide(
         placed = _spread(rooms, num_workers)
     if not placed.total() or (num_workers is not None and placed.total() < num_workers):
         raise UsageError(
-            f"the cluster has room for {sum(rooms)} workers of {num_cpus or 1} cores and {num_gpus:g} GPUs"
+            f"there is room for {sum(rooms)} workers with --worker-cpus {num_cpus or 1} --worker-gpus {num_gpus:g}"
             + (f", not for {num_workers}" if num_workers else ""),
             "give fewer --workers, or less to each with --worker-cpus and --worker-gpus",
         )
