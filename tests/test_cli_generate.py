@@ -471,8 +471,10 @@ def test_a_resumed_run_serves_what_failed_or_is_not_there(run_generate: Call, tm
     assert [record["completion_tokens"] for record in after.records[2:]] == [3, 3]
 
     content = out.read_bytes()
-    assert run_generate("-f", second, "-n", "3", "--out", out, "--resume").code == 0
-    assert out.read_bytes() == content, "everything had a record"
+    nothing_left = run_generate("-f", second, "-m", "not/there", "--out", out, "--resume", "--stats")
+    assert (nothing_left.code, nothing_left.out) == (0, "")
+    assert "nothing is left to run" in nothing_left.err, "and no model was looked for"
+    assert out.read_bytes() == content
 
 
 def test_a_prompt_that_fails_again_still_fails_the_resumed_run(run_generate: Call, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TextIO
 from rich.console import Console
 
 from rakvctl.cli import outputs, progress, render
-from rakvctl.cli.inputs import PromptSource, jobs
+from rakvctl.cli.inputs import PromptSource, jobs, unfinished
 from rakvctl.cli.options import OutputFormat
 from rakvctl.cli.servers import FleetServer, LocalServer, Server
 from rakvctl.cli.stats import Totals
@@ -54,24 +54,26 @@ def generate(
         raise UsageError("--resume continues a file of records", "use it with --out FILE and --output jsonl")
     outputs.refuse_overwriting(options.out, source.files)
     notify = (lambda _: None) if options.quiet else render.print_note
-    with (
-        _output_stream(options) as (stream, finished),
-        _server(runtime_options, fleet_options, notify, quiet=options.quiet) as server,
-    ):
-        if options.out is not None and not options.resume:
-            outputs.empty(stream, options.out)
-        writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
-        totals = Totals()
-        try:
-            answers = server.answers(jobs(source.prompts, server.codec, options.chat, finished), writer.text)
-            with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
-                for answer in answers:
-                    _record(answer, writer, totals)
-                    advance()
-        except KeyboardInterrupt as error:
-            raise _interruption(options.out, as_text) from error
-        if options.stats:
-            totals.show(Console(stderr=True), server.places)
+    with _output_stream(options) as (stream, finished):
+        prompts = unfinished(source.prompts, finished)
+        if prompts is None:
+            notify(f"nothing is left to run: {options.out} has a record of every prompt")
+            return 0
+        with _server(runtime_options, fleet_options, notify, quiet=options.quiet) as server:
+            if options.out is not None and not options.resume:
+                outputs.empty(stream, options.out)
+            writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
+            totals = Totals()
+            try:
+                answers = server.answers(jobs(prompts, server.codec, options.chat), writer.text)
+                with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
+                    for answer in answers:
+                        _record(answer, writer, totals)
+                        advance()
+            except KeyboardInterrupt as error:
+                raise _interruption(options.out, as_text) from error
+            if options.stats:
+                totals.show(Console(stderr=True), server.places)
     if totals.num_failed and not as_text:
         num_prompts = totals.num_done + totals.num_failed
         render.print_error(f"{totals.num_failed} of {num_prompts} prompts failed", "see the records with an `error`")

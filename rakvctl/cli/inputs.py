@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from rakvctl.cli.options import InputFormat
@@ -100,15 +101,32 @@ def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, 
     return codec.encode_chat(content)
 
 
-def jobs(
-    prompts: Iterator[Prompt | BadPrompt], codec: TextCodec, chat: bool | None, finished: Counter[PromptId]
-) -> Iterator[Job]:
-    """Prompts as they are served, without as many of each id as are `finished`."""
+def unfinished(
+    prompts: Iterator[Prompt | BadPrompt], finished: Counter[PromptId]
+) -> Iterator[Prompt | BadPrompt] | None:
+    """Prompts without as many of each id as are `finished`, and None where that leaves none.
+
+    To know that, it reads up to the first one that is left, but only where something is finished.
+    """
+
+    def left() -> Iterator[Prompt | BadPrompt]:
+        for prompt in prompts:
+            if finished[prompt.id] > 0:
+                finished[prompt.id] -= 1
+            else:
+                yield prompt
+
+    if not finished:
+        return prompts
+    rest = left()
+    first = next(rest, None)
+    return None if first is None else chain([first], rest)
+
+
+def jobs(prompts: Iterator[Prompt | BadPrompt], codec: TextCodec, chat: bool | None) -> Iterator[Job]:
+    """Prompts as they are served."""
     for prompt in prompts:
-        if finished[prompt.id] > 0:
-            finished[prompt.id] -= 1
-        else:
-            yield Job(prompt.id, _request(prompt, codec, chat))
+        yield Job(prompt.id, _request(prompt, codec, chat))
 
 
 def _request(prompt: Prompt | BadPrompt, codec: TextCodec, chat: bool | None) -> Request | RequestError:
