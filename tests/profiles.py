@@ -1,12 +1,19 @@
 """A profile of the toy pair with declared costs: what calibration finds on a virtual clock."""
 
+import os
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rakvctl.core.backends.fake import FakeBackend, FakeCosts, VirtualClock
 from rakvctl.core.engine import Engine
+from rakvctl.core.hardware import processor_name
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile import HardwareProfile
+from rakvctl.core.profile_file import write_profile
+from rakvctl.core.profile_places import default_path
 from rakvctl.core.text import TextCodec
 from rakvctl.measure.calibrate import calibrate
 from rakvctl.measure.timing import Effort
@@ -38,3 +45,13 @@ def toy_profile(*, with_draft: bool = True) -> HardwareProfile:
     """What calibrating the toy pair gives."""
     clock = VirtualClock()
     return calibrate(toy_pair(clock, with_draft=with_draft), Effort(budget_s=600.0), clock, lambda *_: None).profile
+
+
+def keep_profile(*, days_ago: int = 0, **changes: Any) -> Path:
+    """One of the user's own profiles: of `tiny` on this machine, but for the changes of its fingerprint."""
+    mark = replace(toy_profile().fingerprint, target="tiny", draft="tiny", processor=processor_name())
+    mark = replace(mark, **changes)
+    path = default_path(mark)
+    write_profile(replace(toy_profile(), fingerprint=mark), path)
+    os.utime(path, (1e9 - days_ago * 86400,) * 2)
+    return path

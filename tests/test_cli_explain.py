@@ -1,7 +1,6 @@
 """`rakvctl explain` from the outside."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +12,7 @@ import pytest
 
 from rakvctl.core.hardware import processor_name
 from rakvctl.core.profile_file import write_profile
-from rakvctl.core.profile_places import default_path
-from tests.profiles import toy_profile
+from tests.profiles import keep_profile, toy_profile
 from tests.program import Call, Finished, assert_error
 
 # Checked by hand: the toy pair's costs are declared, and simple.
@@ -135,16 +133,6 @@ def test_without_a_model_torch_is_not_imported(profile_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def keep_profile(*, days_ago: int = 0, **changes: Any) -> Path:
-    """One of the user's own profiles: of `tiny` on this machine, but for the changes of its fingerprint."""
-    mark = replace(toy_profile().fingerprint, target="tiny", draft="tiny", processor=processor_name())
-    mark = replace(mark, **changes)
-    path = default_path(mark)
-    write_profile(replace(toy_profile(), fingerprint=mark), path)
-    os.utime(path, (1e9 - days_ago * 86400,) * 2)
-    return path
 
 
 def explained(run: Call, *arguments: str) -> dict[str, Any]:

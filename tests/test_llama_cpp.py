@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import VOCAB_SIZE, byte_tokenizer, write_gguf, write_recurrent_gguf, write_sliding_gguf
-from tests.profiles import toy_profile
+from tests.profiles import keep_profile, toy_profile
 from tests.program import Call, assert_error
 from tests.workloads import real_prompts
 
@@ -329,6 +330,21 @@ def test_the_bench_compares_with_llama_cpp_itself(file: Path, run: Call, tmp_pat
     )
     assert finished.code == 0
     assert json.loads(finished.out)["arms"] == ["ar", "auto", *peers.split(",")]
+
+
+def test_of_several_profiles_that_of_the_asked_states_is_explained(run: Call) -> None:
+    ours, half = (
+        f"llama.cpp, {states}, flash attention" for states in ("bf16 keys, f16 values", "f16 keys, f16 values")
+    )
+    versions = f"llama-cpp-python {version('llama-cpp-python')}"
+    keep_profile(backend=ours, versions=versions, days_ago=1)
+    keep_profile(backend=half, versions=versions)
+    finished = run("explain", "--prompt-tokens", "9", "--backend", "llama-cpp")
+    assert f"2 profiles fit, the newest is taken: cpu, float32, threads: 1, {half}" in " ".join(finished.err.split())
+    for kv_type, code in (("f16", 0), ("q8_0", 3)):
+        finished = run("explain", "--prompt-tokens", "9", "--backend", "llama-cpp", "--kv-type", kv_type)
+        assert finished.code == code, finished.err
+        assert "profiles fit" not in finished.err
 
 
 @pytest.fixture(scope="module")

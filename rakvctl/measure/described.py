@@ -64,8 +64,8 @@ def _own_profile(choice: Choice, notify: Notify) -> HardwareProfile:
     if num_fitting > 1:
         mark = profile.fingerprint
         notify(
-            f"{num_fitting} profiles fit, the newest is taken: {mark.device}, {mark.dtype}, threads: {mark.threads}; "
-            "--device, --dtype and --threads choose another"
+            f"{num_fitting} profiles fit, the newest is taken: {mark.device}, {mark.dtype}, threads: {mark.threads}, "
+            f"{mark.backend}; --device, --dtype, --threads, --kv-type or --profile FILE choose another"
         )
     return profile
 
@@ -80,6 +80,9 @@ def _asked_hardware(choice: Choice, mark: Fingerprint) -> dict[str, str | int]:
     asked: dict[str, str | int] = {}
     if choice.backend != "auto" and _engine(mark) not in (None, choice.backend):
         asked["backend"] = choice.backend
+    states = f"llama.cpp, {choice.kv_type} keys, {choice.kv_type} values"
+    if choice.kv_type is not None and not mark.backend.startswith(states):
+        asked["backend"] = states
     if choice.num_threads is not None:
         asked["threads"] = choice.num_threads
     if choice.dtype != "auto":
