@@ -567,6 +567,15 @@ def test_notes_go_to_stderr_unless_they_are_unwanted(run_generate: Call, monkeyp
     assert "1 done" in run_generate("hello", "-n", "2", "--quiet", "--stats").err, "statistics were asked for"
 
 
+def test_where_reuse_and_drafts_may_change_a_text_it_is_said(run_generate: Call) -> None:
+    drafting = ("hello", "-n", "2", "--policy", "spec-2", "--drafter", "lookup")
+    assert run_generate(*drafting).err == "", "float32"
+    said = run_generate(*drafting, "--dtype", "bfloat16").err
+    assert "differ from pass to pass, by up to" in said
+    assert said.count("\n") == 1
+    assert run_generate("hello", "-n", "2", "--policy", "ar", "--dtype", "bfloat16").err == ""
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stderr is a terminal, stdout is not."""

@@ -1,5 +1,6 @@
 """llama.cpp behind the same seams as torch: the same tokens, the same reuse, and its own limits said plainly."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -22,6 +23,8 @@ from tests.program import Call, assert_error
 from tests.workloads import real_prompts
 
 pytest.importorskip("llama_cpp")
+
+from llama_cpp import llama_cpp as api
 
 from rakvctl.core.backends.llama_cache import LlamaSnapshot
 from rakvctl.core.backends.llama_cpp import LlamaBackend
@@ -60,6 +63,13 @@ def backend(request: pytest.FixtureRequest, file: Path, tmp_path_factory: pytest
 def load(file: Path, **options: Any) -> LlamaBackend:
     loader = LlamaLoader(**{"num_threads": 1, "kv_type": None, "max_positions": None, "exact": False, **options})
     return loader.load(ModelFiles("random", file), VOCAB_SIZE)
+
+
+def quantize(source: Path, destination: Path, kind: str) -> None:
+    """Write a file anew with weights of another number type, named as llama.cpp does."""
+    params = api.llama_model_quantize_default_params()
+    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    assert api.llama_model_quantize(bytes(source), bytes(destination), ctypes.byref(params)) == 0
 
 
 def scores_after(backend: LlamaBackend, ids: tuple[int, ...]) -> np.ndarray:
@@ -302,6 +312,31 @@ def test_what_an_engine_cannot_do_is_refused(run: Call, arguments: tuple[str, ..
     assert_error(run("generate", "hi", *arguments), code, message)
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_files_that_are_not_quantized_keep_their_states_in_float32(kind: str, file: Path, tmp_path: Path) -> None:
+    quantize(file, tmp_path / "half.gguf", kind)
+    assert load(file).info.backend == load(tmp_path / "half.gguf").info.backend
+    assert "f32 keys, f32 values" in load(file).info.backend
+    quantize(file, tmp_path / "quantized.gguf", "Q8_0")
+    assert "f32" not in load(tmp_path / "quantized.gguf").info.backend
+
+
+def test_what_llama_cpp_logs_is_not_python_s_business(file: Path) -> None:
+    """A function in Python that it calls would swallow a Ctrl-C; that of the binding prints where its logger may."""
+    code = (
+        "import logging, sys; import llama_cpp; logging.getLogger('llama-cpp-python').setLevel(logging.DEBUG)\n"
+        "from rakvctl.core.loading import RuntimeOptions, load_pair\n"
+        "load_pair(RuntimeOptions(sys.argv[1], 'none', backend='llama-cpp', num_threads=1), print)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    assert (finished.stdout, finished.stderr) == ("", "")
+
+
+def test_an_unreadable_file_is_said_to_be_so(file: Path, run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, _mode: path != file)
+    assert_error(run("generate", "hi", "-m", file, "--policy", "ar"), 1, "permission denied")
+
+
 def test_a_damaged_file_is_an_error_of_two_lines(tmp_path: Path, run: Call, file: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(file.read_bytes()[:5000])
@@ -379,29 +414,26 @@ def test_in_exact_mode_every_policy_emits_plain_decodings_tokens_from_a_4_bit_fi
 def test_exact_mode_finds_how_to_make_every_pass_the_same_bits(kind: str, tmp_path: Path) -> None:
     # As wide as the blocks of K-quants; in a process of its own, as llama.cpp asks once whether to work in tiles.
     write_gguf(tmp_path / "wide.gguf", hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
+    quantize(tmp_path / "wide.gguf", tmp_path / "quantized.gguf", kind)
     code = (
-        "import ctypes, sys; from llama_cpp import llama_cpp as api\n"
+        "import sys\n"
         "from rakvctl.core.exactness import logit_difference\n"
         "from rakvctl.core.loading import RuntimeOptions, load_pair\n"
-        "folder, kind = sys.argv[1:]\n"
-        "params = api.llama_model_quantize_default_params()\n"
-        "params.ftype = getattr(api, f'LLAMA_FTYPE_MOSTLY_{kind}')\n"
-        "source, path = f'{folder}/wide.gguf', f'{folder}/quantized.gguf'\n"
-        "assert api.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(params)) == 0\n"
-        "options = RuntimeOptions(path, 'none', backend='llama-cpp', num_threads=1, exact=True)\n"
+        "options = RuntimeOptions(sys.argv[1], 'none', backend='llama-cpp', num_threads=1, exact=True)\n"
         "print(logit_difference(load_pair(options, print).target))"
     )
-
-    command = [sys.executable, "-c", code, str(tmp_path), kind]
+    command = [sys.executable, "-c", code, str(tmp_path / "quantized.gguf")]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(finished.stdout.splitlines()[-1]) == 0.0
 
 
-def test_exact_mode_refuses_a_model_that_no_setting_makes_exact(file: Path) -> None:
-    # Weights in full precision are multiplied in another order where there is only one row.
-    options = RuntimeOptions(str(file), "none", backend="llama-cpp", num_threads=1, exact=True)
-    with pytest.raises(ModelError, match="differ from pass to pass"):
-        load_pair(options, print)
+def test_exact_mode_refuses_what_no_setting_makes_exact(file: Path, exact: ModelPair) -> None:
+    # Weights in full precision are multiplied in another order where there is only one row; states of one type are
+    # attended to in tiles where there are 64 rows.
+    for target, kv_type in ((str(file), None), (exact.target_name, "f16"), (exact.target_name, "f32")):
+        options = RuntimeOptions(target, "none", backend="llama-cpp", num_threads=1, exact=True, kv_type=kv_type)
+        with pytest.raises(ModelError, match="differ from pass to pass"):
+            load_pair(options, print)
 
 
 def test_the_chat_template_of_the_file_gives_what_transformers_gives(exact: ModelPair) -> None:

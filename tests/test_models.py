@@ -7,6 +7,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import os
 import pickle
 import shutil
 import socket
@@ -438,6 +439,17 @@ def test_smollm2_of_a_kept_copy_is_preferred_to_a_download(world: World, fake_hu
     gguf_copy.convert(packaged, gguf_copy.place(packaged))
     assert world.find("smollm2") == gguf_copy.place(packaged)
     assert fake_hub.requested == world.notes == []
+
+
+def test_a_file_changed_in_place_is_another_one_whatever_time_it_claims(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"one")
+    before, status = gguf_copy.file_identity(file), file.stat()
+    assert gguf_copy.file_identity(file) == before
+    time.sleep(0.05)  # the system's own clock may tick that seldom
+    file.write_bytes(b"two")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert gguf_copy.file_identity(file) != before
 
 
 def test_smollm2_is_downloaded_before_anything_is_converted(world: World, fake_hub: FakeHub, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.backends.fake import FakeBackend
 from rakvctl.core.drafters import ModelDrafter
 from rakvctl.core.engine import Engine
+from rakvctl.core.errors import ModelError
 from rakvctl.core.exactness import logit_difference
 from rakvctl.core.policies import make_policy
 from rakvctl.core.runtime import Runtime
@@ -39,6 +40,14 @@ class WidthDependentBackend(FakeBackend):
             rng = np.random.default_rng(int.from_bytes(digest))
             scores = scores + rng.uniform(-self.error, self.error, scores.shape).astype(np.float32)
         return ArrayLogits(scores)
+
+
+class WideBackend(FakeBackend):
+    """Logits of a prompt's last pass are off where that is wide, as with kernels that work in tiles of 64."""
+
+    def forward(self, token_ids: Sequence[int], num_logits: int) -> ArrayLogits:
+        scores = super().forward(token_ids, num_logits).scores
+        return ArrayLogits(scores + 0.3 * (len(token_ids) >= 64) * (np.arange(scores.shape[-1]) % 2))
 
 
 class LimitedBackend(WidthDependentBackend):
@@ -70,6 +79,20 @@ def test_the_difference_is_measured_and_is_zero_where_passes_agree() -> None:
     noisy = Engine(WidthDependentBackend(seed=3))
     assert 0.25 < logit_difference(noisy) <= 2 * WidthDependentBackend.error
     assert noisy.length == 0
+
+
+def test_passes_wider_than_any_round_are_measured_too() -> None:
+    """What is found of a prompt decides how many positions are left to compute."""
+    assert logit_difference(Engine(WideBackend(seed=3))) == pytest.approx(0.3, rel=1e-3)
+
+
+def test_logits_that_are_no_numbers_are_an_error_and_no_difference() -> None:
+    class DamagedBackend(FakeBackend):
+        def forward(self, token_ids: Sequence[int], num_logits: int) -> ArrayLogits:
+            return ArrayLogits(super().forward(token_ids, num_logits).scores * np.float32(np.nan))
+
+    with pytest.raises(ModelError, match="no numbers"):
+        logit_difference(Engine(DamagedBackend(seed=3)))
 
 
 @pytest.mark.parametrize("max_positions", [1, 2, 3, 4, 6, 18, 19, 24, 300])

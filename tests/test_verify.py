@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from rakvctl.core.array_logits import ArrayLogits
+from rakvctl.core.backends.torch_hf import TorchLogits
+from rakvctl.core.errors import RequestError
 from rakvctl.core.types import Proposal, SamplingParams
 from rakvctl.core.verify import GreedyVerifier, SamplingVerifier, distribution, make_verifier
 
@@ -30,6 +33,20 @@ def test_greedy_emits_exactly_what_stepwise_argmax_would(drafted: list[int], bes
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     assert GreedyVerifier().choose(ArrayLogits(np.ones((1, V), dtype=np.float32)))[0] == 0
+
+
+@pytest.mark.parametrize("scores", [[[0.0, 1.0], [0.0, np.nan]], [[np.inf, 0.0]], [[-np.inf, -np.inf]]])
+def test_what_is_no_number_is_never_chosen(scores: list[list[float]]) -> None:
+    array = np.array(scores, dtype=np.float32)
+    for logits in (ArrayLogits(array), TorchLogits(torch.from_numpy(array))):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(RequestError, match="no numbers"):
+                make_verifier(SamplingParams(temperature=temperature)).choose(logits)
+
+
+def test_a_token_may_be_ruled_out_by_a_score_of_minus_infinity() -> None:
+    scores = np.array([[-np.inf, 1.0, 0.5]], dtype=np.float32)
+    assert ArrayLogits(scores).argmax() == TorchLogits(torch.from_numpy(scores)).argmax() == [1]
 
 
 def test_temperature_zero_is_greedy() -> None:

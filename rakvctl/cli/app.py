@@ -1,6 +1,8 @@
 """Where the program `rakvctl` starts and ends. What takes time to import comes after the first line of `main`."""
 
+import atexit
 import os
+import signal
 import sys
 
 
@@ -17,7 +19,14 @@ def main() -> None:
         code = run()
     except KeyboardInterrupt:  # nothing has begun yet of which there would be something to say
         code = 130
+    atexit.register(_let_interrupts_end_it)
     sys.exit(code)
+
+
+def _let_interrupts_end_it() -> None:
+    """Only cleaning up is left to do: a Ctrl-C ends that at once and is not an error in some part of it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ ContextSize = Annotated[
         metavar="TOKENS",
         min=2,
         rich_help_panel=_MODELS,
-        help="On llama.cpp: the longest sequence, prompt and new tokens, in tokens.",
+        help="On llama.cpp: the longest sequence, prompt and new tokens, in tokens; at most what the model knows.",
         show_default="as long as the model was trained for; memory is taken as it is needed",
     ),
 ]

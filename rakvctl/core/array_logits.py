@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rakvctl.core.errors import no_numbers
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayLogits:
@@ -12,8 +14,13 @@ class ArrayLogits:
     scores: np.ndarray
 
     def argmax(self) -> list[int]:
-        """The best token of each position; of equal scores the lowest id."""
-        return [int(best) for best in self.scores.argmax(axis=-1)]
+        """The best token of each position; of equal scores the lowest id. Raises RequestError without a best one."""
+        best = self.scores.argmax(axis=-1)
+        # What is no number counts as the best of all.
+        if not np.isfinite(np.take_along_axis(self.scores, best[:, None], axis=-1)).all():
+            raise no_numbers()
+        tokens: list[int] = best.tolist()
+        return tokens
 
     def margins(self) -> list[float]:
         """The best score of each position less the second best."""

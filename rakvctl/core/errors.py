@@ -43,3 +43,8 @@ class ProfileError(RakvError):
     """The hardware profile is missing, damaged, or of another machine, pair or configuration."""
 
     exit_code = 3
+
+
+def no_numbers() -> RequestError:
+    """The model gives no scores to choose a token by."""
+    return RequestError("the model's scores are no numbers", "its weights may be damaged, or too large for its --dtype")

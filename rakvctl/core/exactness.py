@@ -3,10 +3,13 @@
 import numpy as np
 
 from rakvctl.core.engine import Engine
+from rakvctl.core.errors import ModelError
 
 # Within a block of keys, and beyond; each with every width that a round may have.
 _CONTEXTS = (24, 600)
 _WIDTHS = (2, 3, 5, 7, 9, 17)
+# As many tokens of a prompt are left to compute behind what is found of it, beside one half of them.
+_RESTS = (5, 40)
 # What a prompt in two pieces has at least.
 _SHORTEST = 2
 
@@ -16,6 +19,7 @@ def logit_difference(engine: Engine) -> float:
 
     Others are passes over several tokens, as a verify's, and passes behind states that were copied and begun in the
     middle, as after a partial hit. Leaves the engine's cache empty. A model without room for any other pass has none.
+    Raises ModelError where logits are no numbers.
     """
     wanted = _CONTEXTS[-1] + _WIDTHS[-1]
     num_positions = min(wanted, wanted if engine.max_positions is None else engine.max_positions)
@@ -27,8 +31,12 @@ def logit_difference(engine: Engine) -> float:
     drawn = np.random.default_rng(0).integers(vocab_size, size=num_positions)
     ids = tuple(int(token) for token in drawn)
     contexts = {min(context, num_positions - widths[-1]) for context in _CONTEXTS}
-    largest = max(_difference_after(engine, ids[: context + widths[-1]], context, widths) for context in contexts)
+    largest = float(
+        np.max([_difference_after(engine, ids[: context + widths[-1]], context, widths) for context in contexts])
+    )
     engine.rollback(0)
+    if not np.isfinite(largest):
+        raise ModelError("the model's logits are no numbers", "its weights may be damaged, or too large for its dtype")
     return largest
 
 
@@ -43,8 +51,9 @@ def _difference_after(engine: Engine, ids: tuple[int, ...], context: int, widths
         engine.rollback(context)
         together = engine.verify(ids[context : context + width]).numpy()
         differences.append(np.abs(together - alone[1 : width + 1]).max())
-    engine.rollback(0)
-    engine.restore(snapshot, context // 2)
-    warm = np.concatenate([engine.prefill(ids[context // 2 : context]).numpy(), engine.step(ids[context]).numpy()])
-    differences.append(np.abs(warm - alone[:2]).max())
-    return float(max(differences))
+    for found in {context // 2, *(context - rest for rest in _RESTS if rest < context)}:
+        engine.rollback(0)
+        engine.restore(snapshot, found)
+        warm = np.concatenate([engine.prefill(ids[found:context]).numpy(), engine.step(ids[context]).numpy()])
+        differences.append(np.abs(warm - alone[:2]).max())
+    return float(np.max(differences))

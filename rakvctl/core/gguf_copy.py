@@ -39,6 +39,8 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
+    if not os.access(path, os.R_OK):
+        raise ModelError(f"cannot read {name}: permission denied", "make the file readable for this user")
     return path
 
 
@@ -50,13 +52,16 @@ def packaged_smollm2() -> Path | None:
 
 
 def file_identity(path: Path) -> str:
-    """Path, size and time of change: what tells a file from its next version without reading it."""
+    """Path, size and times of change: what tells a file from its next version without reading it.
+
+    Who writes into a file may put its own time back, but not the one at which the system saw it change.
+    """
     status = path.stat()
-    return f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+    return f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def place(path: Path) -> Path:
-    """The directory for the converted copy of a GGUF file: a name for its path, size and time of change."""
+    """The directory for the converted copy of a GGUF file: a name for its path, size and times of change."""
     digest = hashlib.blake2b(file_identity(path).encode(), digest_size=8).hexdigest()
     return platformdirs.user_cache_path("rakvctl") / "models" / f"{path.stem}-{digest}"
 

@@ -37,7 +37,7 @@ class ModelFiles:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Path, size and time of change of each file."""
+        """Path, size and times of change of each file."""
         return tuple(gguf_copy.file_identity(path) for path in self._files())
 
     @property

@@ -64,7 +64,7 @@ class Runtime:
         self._store = store
         self._policy = policy
         self._experience = experience or Experience()
-        self._near_tie = near_tie
+        self.near_tie = near_tie
         self._clock = clock
 
     @property
@@ -119,7 +119,7 @@ class Runtime:
         if num_prompt_tokens >= limit:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens, the model room for {limit} with at least one new token",
-                "shorten the prompt, or take a model with a longer context",
+                "shorten the prompt, give a larger --context-size if you gave one, or take another model",
             )
         return min(request.sampling.max_new_tokens, limit - num_prompt_tokens)
 
@@ -150,7 +150,7 @@ class Runtime:
 
         events: list[StepEvent] = []
         ttft_ms = 0.0
-        verifier = make_verifier(request.sampling, self._near_tie)
+        verifier = make_verifier(request.sampling, self.near_tie)
         for event in decode(sequence, speculator, logits, self._target, verifier):
             if not events:
                 ttft_ms = (self._clock() - started) * 1e3

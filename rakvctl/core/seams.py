@@ -36,7 +36,7 @@ class Logits(Protocol):
     """Next-token scores of one or more positions, wherever they live; [num_positions, vocab_size]."""
 
     def argmax(self) -> list[int]:
-        """The best token of each position; of equal scores the lowest id."""
+        """The best token of each position; of equal scores the lowest id. Raises RequestError without a best one."""
         ...
 
     def margins(self) -> list[float]:

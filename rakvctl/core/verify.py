@@ -4,6 +4,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rakvctl.core.errors import no_numbers
 from rakvctl.core.seams import Logits
 from rakvctl.core.types import Proposal, SamplingParams
 
@@ -94,11 +95,15 @@ def make_verifier(params: SamplingParams, near_tie: float = 0.0) -> Verifier:
 def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Probabilities [vocab_size], float64, of logits after temperature, then top-k, then top-p.
 
-    Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case.
+    Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case. Raises
+    RequestError where the scores are no numbers.
     """
+    best = scores.max()
+    if not np.isfinite(best):
+        raise no_numbers()
     # The best score is taken off first: whatever the temperature, nothing overflows but to minus infinity.
     with np.errstate(over="ignore"):
-        scaled = (scores - scores.max()).astype(np.float64) / params.temperature
+        scaled = (scores - best).astype(np.float64) / params.temperature
     if 0 < params.top_k < len(scaled):
         kept = np.argpartition(scaled, -params.top_k)[-params.top_k :]
         scaled = np.where(np.isin(np.arange(len(scaled)), kept), scaled, -np.inf)

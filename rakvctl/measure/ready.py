@@ -20,6 +20,8 @@ from rakvctl.measure.mending import calibrate_command, mending
 from rakvctl.measure.timing import Effort, Progress
 
 QUICK_SECONDS = 10.0
+# In float32 logits differ by less if they differ at all, and two tokens are that close but once in many texts.
+_NOTEWORTHY_DIFFERENCE = 1e-3
 
 
 def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress) -> Runtime:
@@ -29,11 +31,24 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
     """
     pair = load_pair(options, notify)
     if not policy_needs(options.policy).profile:
-        return make_runtime(pair, options, None)
-    if not pair.target.can_rollback:
-        return make_runtime(pair, replace(options, policy="ar"), None)
-    profile = fitting_profile(pair, options, notify, on_progress)
-    return make_runtime(with_successors(pair, notify), options, profile)
+        runtime = make_runtime(pair, options, None)
+    elif not pair.target.can_rollback:
+        runtime = make_runtime(pair, replace(options, policy="ar"), None)
+    else:
+        profile = fitting_profile(pair, options, notify, on_progress)
+        runtime = make_runtime(with_successors(pair, notify), options, profile)
+    _tell_inexact(runtime, pair.target_name, notify)
+    return runtime
+
+
+def _tell_inexact(runtime: Runtime, target_name: str, notify: Notify) -> None:
+    """Say where the text may depend on what is reused and drafted, and by how much logits do."""
+    difference = runtime.near_tie / 2
+    if difference > _NOTEWORTHY_DIFFERENCE:
+        notify(
+            f"here the logits of {target_name} differ from pass to pass, by up to {difference:.2g}: reuse and drafts "
+            "may change a text where two tokens are nearly as good; --exact prevents that, or says that it cannot"
+        )
 
 
 def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on_progress: Progress) -> HardwareProfile:

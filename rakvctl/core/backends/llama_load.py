@@ -16,7 +16,7 @@ from rakvctl.core.hardware import processor_name
 from rakvctl.core.models import ModelFiles, Notify, Role
 from rakvctl.core.text import TextCodec
 
-_UNQUANTIZED = "all F32"
+_UNQUANTIZED = ("all F32", "F16", "BF16")
 _TILES_VARIABLE = "GGML_CPU_TILED_MM"
 
 
@@ -54,8 +54,8 @@ class LlamaLoader:
         options = replace(self._options, repack=way == "auto")
         if not self._is_free:
             return self._made(files, options, vocab_size, content_digest)
-        if self._open(files.location, options.repack).file_type == _UNQUANTIZED:
-            # Nothing is rounded after attention, so passes differ by 1e-5 where states are in float32 too.
+        if self._open(files.location, options.repack).file_type in _UNQUANTIZED:
+            # Little is rounded after attention, so passes differ by less where states are in float32 too: by 1e-5.
             options = replace(options, key_type="f32", value_type="f32", flash_attention=False)
         try:
             return self._made(files, options, vocab_size, content_digest)

@@ -1,6 +1,6 @@
 """A GGUF file as llama.cpp loads it: what it says of itself, and contexts to run it in."""
 
-import logging
+import ctypes
 import os
 import weakref
 from dataclasses import dataclass
@@ -64,8 +64,7 @@ class LlamaModel:
 
     def __init__(self, path: Path, repack: bool) -> None:
         """`repack`: let llama.cpp keep weights in another order in memory, where it thinks that faster."""
-        # What it has to say goes to the terminal otherwise.
-        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL + 1)
+        _keep_quiet()
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -118,8 +117,8 @@ class LlamaModel:
 
     @property
     def num_trained_positions(self) -> int:
-        """The longest sequence it was trained on."""
-        return int(api.llama_model_n_ctx_train(self._pointer))
+        """The longest sequence it was trained on; 0 where the file does not say."""
+        return max(0, int(api.llama_model_n_ctx_train(self._pointer)))
 
     @property
     def num_bytes(self) -> int:
@@ -143,6 +142,17 @@ class LlamaModel:
         """What this build of llama.cpp uses of the processor."""
         words = api.llama_print_system_info().decode()
         return " ".join(words.replace(" = 1", "").replace("|", " ").split())
+
+
+def _keep_quiet() -> None:
+    """Let nothing that llama.cpp has to say reach the terminal, nor, where it aborts, a debugger's output stdout.
+
+    The binding's own logger is a function in Python: a Ctrl-C while llama.cpp calls it would be lost. One in C that
+    takes no arguments and does nothing stands in for it.
+    """
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    nothing = ctypes.cast(api.llama_supports_mmap, api.llama_log_callback)
+    api.llama_log_set(nothing, None)
 
 
 def _type(name: str) -> int:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rakvctl.core.backends.invariant import INVARIANT_ATTENTION, key_lengths
-from rakvctl.core.errors import ModelError
+from rakvctl.core.errors import ModelError, no_numbers
 from rakvctl.core.hardware import free_memory_bytes
 from rakvctl.core.kv import BLOCK_TOKENS, TorchKVCache
 from rakvctl.core.seams import EngineInfo, KVCache, KVSnapshot
@@ -27,9 +27,13 @@ class TorchLogits:
     tensor: torch.Tensor
 
     def argmax(self) -> list[int]:
-        """The best token of each position; of equal scores the lowest id."""
-        best: list[int] = self.tensor.argmax(dim=-1).tolist()
-        return best
+        """The best token of each position; of equal scores the lowest id. Raises RequestError without a best one."""
+        best = self.tensor.argmax(dim=-1)
+        # What is no number counts as the best of all.
+        if not self.tensor.gather(-1, best[:, None]).isfinite().all():
+            raise no_numbers()
+        tokens: list[int] = best.tolist()
+        return tokens
 
     def margins(self) -> list[float]:
         """The best score of each position less the second best."""
