@@ -188,15 +188,17 @@ def measure_start(num_repeats: int) -> dict[str, Any]:
         "from rakvctl.core.loading import RuntimeOptions\n"
         "from rakvctl.measure.ready import load_runtime\n"
         "from rakvctl.core.types import Request, SamplingParams\n"
-        "runtime = load_runtime(RuntimeOptions(), print, lambda *_: None)\n"
+        "runtime = load_runtime(RuntimeOptions(), lambda _: None, lambda *_: None)\n"
         "first = []\n"
         "runtime.run(Request(runtime.codec.encode('def f(x):'), SamplingParams(max_new_tokens=1)))\n"
         "print(imported - begin, modeled - imported, time.perf_counter() - modeled)"
     )
     code = code.format(model_code="import transformers.models.gpt2.modeling_gpt2;")
     samples = []
-    for _ in range(num_repeats):
+    for repeat in range(num_repeats + 1):
         done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+        if repeat == 0:
+            continue  # which may have had to measure a profile
         samples.append([float(value) for value in done.stdout.split()])
     imports, modeling, ours = (list(column) for column in zip(*samples, strict=True))
     return {
