@@ -576,6 +576,21 @@ def test_where_reuse_and_drafts_may_change_a_text_it_is_said(run_generate: Call)
     assert run_generate("hello", "-n", "2", "--policy", "ar", "--dtype", "bfloat16").err == ""
 
 
+def test_how_far_logits_differ_is_not_measured_again_where_the_user_s_profile_has_it(
+    run_generate: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = ("hello", "-n", "2", "--dtype", "bfloat16", "--policy")
+    assert run_generate(*half, "auto").code == 0
+
+    def measure(_: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("rakvctl.core.loading.logit_difference", measure)
+    assert "differ from pass to pass" in run_generate(*half, "spec-2", "--drafter", "lookup").err
+    assert "differ from pass to pass" in run_generate(*half, "kv").err, "which reuses"
+    assert run_generate(*half, "ar").err == ""
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Stderr is a terminal, stdout is not."""

@@ -109,7 +109,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
         ),
         policy=make_policy(policy, profile, pair.successors),
         experience=experience,
-        near_tie=pair.near_tie,
+        near_tie=pair.near_tie or 0.0,
     )
 
 
@@ -118,8 +118,10 @@ def with_near_tie(pair: ModelPair, policy: str, profile: HardwareProfile | None)
 
     Each of the two may be off by as much as logits differ from pass to pass: as the profile has it, and without one it
     is measured now where the policy drafts and it matters, in half precision. In float32 it is a matter of the fifth
-    digit, if of any.
+    digit, if of any. Where the pair knows already, that stands.
     """
+    if pair.near_tie is not None:
+        return pair
     if profile is not None and profile.logit_difference is not None:
         return replace(pair, near_tie=2 * profile.logit_difference)
     drafts = policy_needs(policy).drafter != "unused"

@@ -14,7 +14,8 @@ from rakvctl.core.text import TextCodec
 class ModelPair:
     """A target, its tokenizer, and a draft model if there is one. The names are the user's.
 
-    `near_tie`: how close two tokens of the target must be for only a pass over one token to choose between them.
+    `near_tie`: how close two tokens of the target must be for only a pass over one token to choose between them; None
+    where that is not known yet.
     `successors`: what mostly follows each of its first token ids, as far as that is known.
     `disk`: where stored prefixes outlive the process.
     """
@@ -24,7 +25,7 @@ class ModelPair:
     target_name: str
     draft: Engine | None = None
     draft_name: str = ""
-    near_tie: float = 0.0
+    near_tie: float | None = None
     successors: tuple[int, ...] = ()
     disk: DiskTier | None = None
 

@@ -148,6 +148,6 @@ def make_arm_runtime(
         store=store,
         policy=policy,
         experience=experience,
-        near_tie=pair.near_tie,
+        near_tie=pair.near_tie or 0.0,
         clock=clock,
     )

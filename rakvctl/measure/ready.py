@@ -4,9 +4,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rakvctl.core.errors import RakvError
+from rakvctl.core.errors import ProfileError, RakvError
 from rakvctl.core.files import only_process
-from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime, with_successors
+from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime, with_near_tie, with_successors
 from rakvctl.core.models import Notify
 from rakvctl.core.pair import ModelPair
 from rakvctl.core.policies import policy_needs
@@ -29,16 +29,27 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
 
     Raises what `load_pair` raises, and ProfileError for a profile that the user names and that does not fit.
     """
-    pair = load_pair(options, notify)
-    if not policy_needs(options.policy).profile:
-        runtime = make_runtime(pair, options, None)
+    pair, needs = load_pair(options, notify), policy_needs(options.policy)
+    if not needs.profile:
+        runtime = make_runtime(_with_known_difference(pair, options.policy), options, None)
     elif not pair.target.can_rollback:
         runtime = make_runtime(pair, replace(options, policy="ar"), None)
     else:
         profile = fitting_profile(pair, options, notify, on_progress)
         runtime = make_runtime(with_successors(pair, notify), options, profile)
-    _tell_inexact(runtime, pair.target_name, notify)
+    if needs.store or needs.drafter != "unused":
+        _tell_inexact(runtime, pair.target_name, notify)
     return runtime
+
+
+def _with_known_difference(pair: ModelPair, policy: str) -> ModelPair:
+    """Spare a policy that needs no profile to measure how far logits differ, where the user's own profile has it."""
+    here = pair.fingerprint()
+    try:
+        profile, _ = _kept(default_path(here), here)
+    except ProfileError:
+        return pair  # those who need it will hear of it
+    return with_near_tie(pair, policy, profile) if profile is not None else pair
 
 
 def _tell_inexact(runtime: Runtime, target_name: str, notify: Notify) -> None:
