@@ -189,7 +189,6 @@ def measure_start(num_repeats: int) -> dict[str, Any]:
         "from rakvctl.measure.ready import load_runtime\n"
         "from rakvctl.core.types import Request, SamplingParams\n"
         "runtime = load_runtime(RuntimeOptions(), lambda _: None, lambda *_: None)\n"
-        "first = []\n"
         "runtime.run(Request(runtime.codec.encode('def f(x):'), SamplingParams(max_new_tokens=1)))\n"
         "print(imported - begin, modeled - imported, time.perf_counter() - modeled)"
     )

@@ -30,6 +30,9 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
     Raises what `load_pair` raises, and ProfileError for a profile that the user names and that does not fit.
     """
     pair, needs = load_pair(options, notify), policy_needs(options.policy)
+    if not needs.store and needs.drafter == "unused":
+        # Plain decoding makes passes of no other kind, that logits could differ in.
+        return make_runtime(pair, options, None)
     if not needs.profile:
         runtime = make_runtime(_with_known_difference(pair, options.policy), options, None)
     elif not pair.target.can_rollback:
@@ -37,8 +40,7 @@ def load_runtime(options: RuntimeOptions, notify: Notify, on_progress: Progress)
     else:
         profile = fitting_profile(pair, options, notify, on_progress)
         runtime = make_runtime(with_successors(pair, notify), options, profile)
-    if needs.store or needs.drafter != "unused":
-        _tell_inexact(runtime, pair.target_name, notify)
+    _tell_inexact(runtime, pair.target_name, notify)
     return runtime
 
 
