@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rakvctl.core.backends.torch_load import load_backend
-from rakvctl.core.disk import shelf
+from rakvctl.core.disk import places, shelf
 from rakvctl.core.disk.entry_file import read_entry, write_entry
 from rakvctl.core.engine import Engine
 from rakvctl.core.models import ModelFiles
@@ -143,9 +143,25 @@ def test_states_come_back_bit_by_bit(name: str, dtype: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("action", ["ls", "stats", "verify", "clear"])
 def test_a_directory_that_cannot_be_used_is_an_error(run: Call, tmp_path: Path, action: str) -> None:
-    (tmp_path / "kv").mkdir(mode=0o700)
+    places.claim_directory(tmp_path / "kv")
     (tmp_path / "kv" / shelf.INDEX_NAME).mkdir()
     assert_error(run("kv", action, "--kv-dir", tmp_path / "kv"), 1, "stored prefixes in")
+
+
+@pytest.mark.parametrize("action", ["ls", "stats", "verify", "clear"])
+def test_a_directory_of_other_files_is_refused_and_left_as_it_is(run: Call, tmp_path: Path, action: str) -> None:
+    (tmp_path / "entries").mkdir()
+    for name in ("entries/mine.safetensors", "entries/0123456789abcdef01234567.safetensors", shelf.INDEX_NAME):
+        (tmp_path / name).write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert_error(run("kv", action, "--kv-dir", tmp_path), 2, "no prefix cache")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("action", ["ls", "stats", "verify", "clear"])
+def test_nothing_is_made_in_an_empty_directory_that_is_looked_at(run: Call, tmp_path: Path, action: str) -> None:
+    assert run("kv", action, "--kv-dir", tmp_path).code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_seed_repeats_its_text_whatever_is_stored(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -151,18 +151,28 @@ def test_texts_take_a_share_of_the_budget_only(tmp_path: Path) -> None:
     assert [text[0] for text in tier.texts("key", 10**6)] == list(range(20, 30))
 
 
+def budget_for(num_entries: int, size: int) -> int:
+    """Room for so many entries of `PROMPT`'s length and for their index, and not for one more."""
+    index = 4096 * (13 + num_entries)
+    return (num_entries - 1) * size + index + (size + 5000) + 300 * 8 + shelf._ROW_BYTES + size // 2
+
+
+def directory_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 def test_the_least_recently_used_entry_makes_room(tmp_path: Path) -> None:
     prompts = [tuple((token + shift) % 32 for token in PROMPT) for shift in range(4)]
     first = Process(tmp_path / "kv")
     first.run(prompts[0])
     size = the_entry(tmp_path / "kv").stat().st_size
-    budget = 3 * size + size // 2
+    budget = budget_for(3, size)
     process = Process(tmp_path / "kv", budget, memory=0)
     for index in (1, 2, 0, 3):
         process.run(prompts[index])
     found = [Process(tmp_path / "kv", budget).run(prompt).source is not None for prompt in prompts[:1] + prompts[2:]]
     assert found == [True, True, True]
-    assert sum(row.num_bytes for row in process.disk.rows()) <= budget
+    assert directory_bytes(tmp_path / "kv") <= budget
 
 
 def test_directory_and_files_are_for_the_user_alone(directory: Path) -> None:
@@ -246,7 +256,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "of another model": _of_another_model,
     "a symlink": _symlinked,
     "without checksums": _without_checksums,
-    "a directory": lambda path: (path.unlink(), path.mkdir())[0],
 }
 
 
@@ -258,6 +267,18 @@ def test_a_damaged_entry_ends_in_a_right_answer_and_one_warning(directory: Path,
     assert len(process.notes) == 1
     assert Process(directory).run().source is not None, "and it was stored anew"
     assert DiskTier(directory, BUDGET, print).verify() == []
+
+
+def test_a_directory_in_the_place_of_an_entry_is_left_alone(directory: Path) -> None:
+    entry = the_entry(directory)
+    entry.unlink()
+    entry.mkdir()
+    (entry / "theirs").write_text("kept")
+    process = Process(directory, memory=0)
+    assert [process.run().token_ids for _ in range(2)] == [expected()] * 2
+    assert len(process.notes) == 1
+    DiskTier(directory, BUDGET, print).clear()
+    assert (entry / "theirs").read_text() == "kept"
 
 
 def _index(directory: Path) -> Path:
@@ -397,14 +418,14 @@ def entry_size(tmp_path: Path) -> int:
 def test_processes_that_share_a_directory_never_get_in_each_others_way(tmp_path: Path) -> None:
     """Eight of them, 200 requests over 20 prefixes, room for five: somebody is always evicting."""
     size, directory = entry_size(tmp_path), tmp_path / "kv"
-    budget = 5 * size + size // 2
+    budget = budget_for(5, size)
     tier = DiskTier(directory, budget, print)
     assert tier._shelf is not None
     processes = [worker(directory, budget, seed, 25) for seed in range(8)]
     most = 0
     while any(process.poll() is None for process in processes):
         with tier._shelf.index.writing():  # nobody else writes now
-            most = max(most, sum(path.stat().st_size for path in (directory / shelf.ENTRIES_NAME).iterdir()))
+            most = max(most, directory_bytes(directory))
     for process in processes:
         _, errors = process.communicate()
         assert process.returncode == 0, errors.decode()
@@ -416,7 +437,7 @@ def test_processes_that_share_a_directory_never_get_in_each_others_way(tmp_path:
 
 def test_a_killed_process_leaves_nothing_behind_that_matters(tmp_path: Path) -> None:
     size, directory, chance = entry_size(tmp_path), tmp_path / "kv", random.Random(0)
-    budget = 3 * size + size // 2
+    budget = budget_for(3, size)
     for number in range(NUM_KILLS):
         process = worker(directory, budget, number, 10**6)
         assert process.stdout is not None

@@ -173,7 +173,7 @@ def _plan(
 
     # A question makes no directory.
     there = kv_dir if kv_dir is not None and kv_dir.expanduser().is_dir() else None
-    options = RuntimeOptions(**asdict(choice), kv_dir=there)
+    options = RuntimeOptions(**asdict(choice), kv_dir=there, kv_read_only=True)
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, options, render.print_note, on_progress)

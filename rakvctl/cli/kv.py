@@ -48,13 +48,16 @@ def kv(
         raise UsageError("there is no directory of stored prefixes", "name it with --kv-dir DIR or RAKVCTL_KV_DIR")
     if not kv_dir.expanduser().is_dir():
         raise UsageError(f"{kv_dir} is no directory", "generate makes it, with --kv-dir DIR or RAKVCTL_KV_DIR")
+    from rakvctl.core.disk.places import inspect_directory
     from rakvctl.core.disk.tier import DiskTier
 
     problems: list[str] = []
-    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), problems.append)
-    code = _act(tier, action, as_json) if tier.is_usable else 1
-    if not tier.is_usable:
-        raise RakvError(problems[0].partition(";")[0], "mend its permissions, or remove it: it only holds copies")
+    # A look makes and changes nothing, and nothing is there to check or clear in an empty directory.
+    is_look = action in (KVAction.LIST, KVAction.STATS) or not inspect_directory(kv_dir.expanduser())
+    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), problems.append, read_only=is_look)
+    code = _act(tier, action, as_json) if tier.is_usable or not problems else 1
+    if not tier.is_usable and problems:
+        raise RakvError(problems[0].partition(";")[0], "repair its permissions, or remove it: it only holds copies")
     for problem in problems:
         render.print_note(problem)
     return code
@@ -66,7 +69,7 @@ def _act(tier: "DiskTier", action: KVAction, as_json: bool) -> int:
         return _verify(tier.verify(), len(tier.rows()), as_json)
     if action is KVAction.CLEAR:
         num_entries = tier.clear()
-        if tier.is_usable:
+        if tier.is_usable or not num_entries:
             _say({"cleared": num_entries}, f"{counted(num_entries, 'entry', 'entries')} cleared", as_json)
         return 0
     rows = tier.rows()[::-1]

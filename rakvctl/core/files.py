@@ -3,7 +3,7 @@
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +24,16 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(b"".join(pieces))  # a device or a pipe: there is nothing to replace
         return
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-"[:100])
+    unfinished = path.parent / f".{path.name[:80]}-{secrets.token_hex(4)}"
+    # With the mode that the user's umask gives new files.
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb") as stream:
             stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(unfinished, mode)
+        if path.exists():
+            os.chmod(unfinished, path.stat().st_mode & 0o777)
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)

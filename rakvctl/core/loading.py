@@ -32,7 +32,8 @@ class RuntimeOptions:
     """What the command line says of models, engine, policy and store. `draft` None: the one of the target's name.
 
     `exact`: only a target whose logits are the same bits in whatever pass. `kv_dir`: where stored prefixes outlive the
-    process, if they are to. `kv_type`, `context_size`: number type of states, and the most positions, on llama.cpp.
+    process, if they are to; `kv_read_only`: they are looked up there, and nothing is written. `kv_type`,
+    `context_size`: number type of states, and the most positions, on llama.cpp.
     """
 
     target: str = "tiny"
@@ -50,6 +51,7 @@ class RuntimeOptions:
     kv_budget_bytes: int = 512 * 2**20
     kv_dir: Path | None = None
     kv_disk_budget_bytes: int = 4 * 2**30
+    kv_read_only: bool = False
 
 
 def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
@@ -156,7 +158,7 @@ def _open_disk(options: RuntimeOptions, notify: Notify) -> DiskTier | None:
     """The directory of stored prefixes, where there is to be one and the policy reuses them."""
     if options.kv_dir is None or not policy_needs(options.policy).store:
         return None
-    return DiskTier(options.kv_dir.expanduser(), options.kv_disk_budget_bytes, notify)
+    return DiskTier(options.kv_dir.expanduser(), options.kv_disk_budget_bytes, notify, read_only=options.kv_read_only)
 
 
 def _load_target(loader: Loader, files: ModelFiles, exact: bool, vocab_size: int, content: str) -> Engine:

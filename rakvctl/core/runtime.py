@@ -218,19 +218,21 @@ class Runtime:
         if match is not None:
             self._store.touch(match.entry)
         draft_kv = speculator.snapshot(len(prompt)) if speculator is not None else None
-        if match is not None and match.exact:
-            if match.source == "memory" and match.entry.draft_kv is None and draft_kv is not None:
+        is_repeat = match is not None and match.exact
+        if match is not None and is_repeat and match.source == "memory":
+            if match.entry.draft_kv is None and draft_kv is not None:
                 self._store.insert(replace(match.entry, draft_kv=draft_kv))
-        elif len(prompt) >= BUCKET_TOKENS and self._store.make_room(len(prompt), self._target.num_bytes(len(prompt))):
-            self._store.insert(
-                PrefixEntry(
-                    model_key=self._target.model_key,
-                    token_ids=np.asarray(prompt, dtype=np.int64),
-                    kv=self._target.snapshot(len(prompt)),
-                    next_logits=logits,
-                    draft_kv=draft_kv,
-                )
+            return
+        num_bytes = self._target.num_bytes(len(prompt))
+        if len(prompt) >= BUCKET_TOKENS and self._store.make_room(len(prompt), num_bytes, is_on_disk=is_repeat):
+            entry = PrefixEntry(
+                model_key=self._target.model_key,
+                token_ids=np.asarray(prompt, dtype=np.int64),
+                kv=self._target.snapshot(len(prompt)),
+                next_logits=logits,
+                draft_kv=draft_kv,
             )
+            self._store.insert(entry, is_on_disk=is_repeat)
 
 
 def _repeats(sampling: SamplingParams) -> bool:

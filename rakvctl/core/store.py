@@ -82,27 +82,28 @@ class PrefixStore:
         if self._buckets.get(bucket_digest(entry.model_key, entry.token_ids), {}).get(key) is entry:
             self._tier.touch(key)
 
-    def insert(self, entry: PrefixEntry) -> None:
+    def insert(self, entry: PrefixEntry, *, is_on_disk: bool = False) -> None:
         """Store an entry in place of one of the same prompt, evicting others as the budget demands.
 
-        Ignored: a prompt shorter than `BUCKET_TOKENS`, and one larger than the whole budget.
+        `is_on_disk`: it was read from the directory, and only memory lacks it. Ignored: a prompt shorter than
+        `BUCKET_TOKENS`, and one larger than the whole budget.
         """
         if len(entry.token_ids) < BUCKET_TOKENS:
             return
-        if self._disk is not None and self._outlives(len(entry.token_ids), entry.num_bytes):
+        if self._disk is not None and not is_on_disk and self._outlives(len(entry.token_ids), entry.num_bytes):
             self._disk.offer(entry)
         bucket = self._buckets.setdefault(bucket_digest(entry.model_key, entry.token_ids), {})
         bucket[prompt_digest(entry.model_key, entry.token_ids)] = entry
         for gone in self._tier.put(prompt_digest(entry.model_key, entry.token_ids), entry):
             self._forget(gone)
 
-    def make_room(self, num_tokens: int, num_bytes: int) -> bool:
+    def make_room(self, num_tokens: int, num_bytes: int, *, is_on_disk: bool = False) -> bool:
         """Evict what must go for an entry about to be made, so that it never adds to a full store.
 
-        False, and nothing evicted, where nobody would keep the entry.
+        False, and nothing evicted, where nobody would keep the entry. `is_on_disk`: the directory has it already.
         """
         if num_bytes > self._tier.budget_bytes:
-            return self._outlives(num_tokens, num_bytes)
+            return not is_on_disk and self._outlives(num_tokens, num_bytes)
         for gone in self._tier.make_room(num_bytes):
             self._forget(gone)
         return True

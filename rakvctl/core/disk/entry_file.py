@@ -26,6 +26,16 @@ from rakvctl.core.types import PrefixEntry
 # With every change of what a file holds.
 FORMAT = "rakvctl-kv-1"
 _IDS, _LOGITS = "ids", "logits"
+# At most so much of a file's header speaks of one array, and so much of the whole.
+_ARRAY_HEADER_BYTES, _FILE_HEADER_BYTES = 256, 4096
+
+
+def most_file_bytes(entry: PrefixEntry) -> int:
+    """A size that the file of an entry never exceeds, known before it is written."""
+    first_block = next(state_blocks(entry.kv.num_tokens))
+    num_blocks = sum(1 for _ in state_blocks(entry.kv.num_tokens))
+    header = _FILE_HEADER_BYTES + _ARRAY_HEADER_BYTES * num_blocks * (1 + len(entry.kv.arrays(*first_block)))
+    return header + entry.kv.num_bytes + entry.token_ids.nbytes + entry.next_logits.nbytes
 
 
 def write_entry(path: Path, entry: PrefixEntry) -> None:

@@ -1,40 +1,52 @@
-"""The files of a directory and the index of them: every change keeps both together, whoever else is at work."""
+"""The files of a prefix cache directory and their index: every change keeps both together, whoever else is at work."""
 
 import os
-import shutil
+import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from rakvctl.core.disk.entry_file import EntryFile, read_entry, write_entry
-from rakvctl.core.disk.index import Index, Row
+from rakvctl.core.disk.entry_file import EntryFile, most_file_bytes, read_entry, write_entry
+from rakvctl.core.disk.index import Index, Row, is_key
 from rakvctl.core.errors import DamagedEntryError
 from rakvctl.core.prefixes import bucket_digest, prompt_digest
 from rakvctl.core.types import PrefixEntry
 
 INDEX_NAME, ENTRIES_NAME = "index.sqlite", "entries"
+# All the files that SQLite makes for an index.
+INDEX_FILES = (INDEX_NAME, f"{INDEX_NAME}-journal", f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm")
+SCRATCH_PREFIX = ".measuring-"
 # No prompt of any model takes more; what does is refused unread.
 _MOST_BYTES = 2**40
-_SUFFIX, _UNFINISHED = ".safetensors", ".unfinished-"
+_SUFFIX, _UNFINISHED_PREFIX = ".safetensors", ".unfinished-"
+# What `tempfile` makes of a prefix. Nothing of any other name is ever removed.
+_UNFINISHED, _SCRATCH = (re.compile(rf"{re.escape(start)}\w{{8}}") for start in (_UNFINISHED_PREFIX, SCRATCH_PREFIX))
+# What one more entry adds to the index, beside its token ids, and to the index's journal while that is written.
+_ROW_BYTES = 2**14
+# A scratch file of a process that was killed; one in use is younger.
+_SCRATCH_SECONDS = 3600.0
 
 
 class Shelf:
-    """Entries that take `budget_bytes` at most, and while one is written, that one more.
+    """Entries, texts and index, which together take `budget_bytes` at most.
 
-    Everything raises OSError and sqlite3.Error where the directory cannot be used.
+    Everything raises OSError and sqlite3.Error where the directory cannot be used, DamagedIndexError where the index is
+    damaged.
     """
 
-    def __init__(self, directory: Path, budget_bytes: int) -> None:
-        """Open the index, or make it; both directories are there."""
-        self.index = Index(directory / INDEX_NAME)
+    def __init__(self, directory: Path, budget_bytes: int, *, read_only: bool = False) -> None:
+        """Open the index, or make it; both directories are there. `read_only`: nothing is made or written."""
+        self.index = Index(directory / INDEX_NAME, read_only=read_only)
         self.budget_bytes = budget_bytes
+        self._directory = directory
         self._entries = directory / ENTRIES_NAME
 
     def path(self, key: str) -> Path:
         """The file of an entry."""
+        assert is_key(key), "a key is a digest"
         return self._entries / f"{key}{_SUFFIX}"
 
     def read(self, key: str) -> PrefixEntry | None:
@@ -54,31 +66,42 @@ class Shelf:
         return entry
 
     def publish(self, entry: PrefixEntry) -> None:
-        """Write a file aside, make room for it and move it into place, one process at a time."""
+        """Make room for a file, write it aside and move it into place, one process at a time.
+
+        Does nothing where it would not fit, or where a directory of somebody else's making is in its place.
+        """
         key = _key(entry)
         with self.index.writing():
             if self.index.get(key) is not None:
                 self.index.touch(key)
                 return
-            descriptor, name = tempfile.mkstemp(dir=self._entries, prefix=_UNFINISHED)
+            needed = most_file_bytes(entry) + entry.token_ids.nbytes + _ROW_BYTES
+            if self.path(key).is_dir() or not self._make_room(needed):
+                return
+            descriptor, name = tempfile.mkstemp(dir=self._entries, prefix=_UNFINISHED_PREFIX)
             os.close(descriptor)
             unfinished = Path(name)
             try:
                 write_entry(unfinished, entry)
-                size = unfinished.stat().st_size
-                if size <= self.budget_bytes:
-                    self._make_room(size)
-                    os.replace(unfinished, self.path(key))
-                    _synchronize(self._entries)
-                    self.index.put(_row(entry, size))
+                row = _row(entry, unfinished.stat().st_size)
+                os.replace(unfinished, self.path(key))
+                _synchronize(self._entries)
+                self.index.put(row)
             finally:
                 unfinished.unlink(missing_ok=True)
+
+    def add_texts(self, texts: Iterable[tuple[str, np.ndarray]], max_bytes: int) -> None:
+        """Keep prompts with their completions, each with its model's key, within `max_bytes` of the budget."""
+        with self.index.writing():
+            for model_key, ids in texts:
+                self.index.add_text(prompt_digest(model_key, ids).hex(), model_key, ids.tobytes(), max_bytes)
+            self._make_room(0)
 
     def drop(self, key: str) -> None:
         """Remove an entry."""
         with self.index.writing():
             self.index.remove(key)
-            _remove(self.path(key))
+            _remove_file(self.path(key))
 
     def sweep(self, on_damage: Callable[[str], None]) -> None:
         """Bring files and index together again, as after a crash.
@@ -86,14 +109,18 @@ class Shelf:
         While this holds the lock nobody else writes, so whatever is unfinished will stay so.
         """
         with self.index.writing():
-            rows = {row.key: row for row in self.index.by_recency()}
+            self.index.drop_invalid()
+            lacking = set(self.index.keys())
             for path in sorted(self._entries.iterdir()):
-                if path.suffix != _SUFFIX:
-                    _remove(path)
-                elif rows.pop(path.stem, None) is None:
+                if _UNFINISHED.fullmatch(path.name):
+                    _remove_file(path)
+                elif _is_entry(path) and path.stem in lacking:
+                    lacking.remove(path.stem)
+                elif _is_entry(path):
                     self._adopt(path, on_damage)
-            for key in rows:
+            for key in lacking:
                 self.index.remove(key)
+        self._remove_scratch_files()
 
     def verify(self) -> list[str]:
         """Read all there is, and drop what is damaged; says what that was."""
@@ -109,12 +136,13 @@ class Shelf:
         return problems
 
     def clear(self) -> int:
-        """Forget everything; returns how many entries there were."""
+        """Remove all entries and texts; returns how many entries there were."""
         with self.index.writing():
-            num_entries = len(self.index.by_recency())
+            num_entries = len(self.index.keys())
             self.index.clear()
             for path in self._entries.iterdir():
-                _remove(path)
+                if _is_entry(path) or _UNFINISHED.fullmatch(path.name):
+                    _remove_file(path)
         return num_entries
 
     def _adopt(self, path: Path, on_damage: Callable[[str], None]) -> None:
@@ -123,27 +151,35 @@ class Shelf:
             entry = self.read(path.stem)
         except DamagedEntryError as error:
             on_damage(str(error))
-            _remove(path)
+            _remove_file(path)
         else:
             if entry is not None:
                 self.index.put(_row(entry, path.stat().st_size))
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Evict the least recently used entries until so much more fits."""
-        total = self.index.num_bytes()
-        for row in self.index.by_recency():
-            if total + num_bytes <= self.budget_bytes:
-                return
-            _remove(self.path(row.key))
-            self.index.remove(row.key)
-            total -= row.num_bytes
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict the least recently used entries until so much more fits; False, and none evicted, if it never will."""
+        room = self.budget_bytes - self.index.own_bytes() - num_bytes
+        if num_bytes and room < 0:
+            return False
+        while self.index.num_bytes() > max(room, 0):
+            oldest = self.index.oldest()
+            if oldest is None:
+                break
+            self.index.remove(oldest[0])
+            if is_key(oldest[0]):
+                _remove_file(self.path(oldest[0]))
+        return True
+
+    def _remove_scratch_files(self) -> None:
+        """Those of processes that were killed while they measured."""
+        for path in self._directory.iterdir():
+            if _SCRATCH.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _SCRATCH_SECONDS:
+                _remove_file(path)
 
 
 def ids_of(row: Row) -> np.ndarray:
-    """Token ids as the index has them; of a damaged row, none."""
-    content = row.token_ids
-    whole = isinstance(content, bytes) and len(content) % 8 == 0
-    return np.frombuffer(content if whole else b"", dtype="<i8")
+    """Token ids as the index has them."""
+    return np.frombuffer(row.token_ids, dtype="<i8")
 
 
 def _key(entry: PrefixEntry) -> str:
@@ -156,11 +192,14 @@ def _row(entry: PrefixEntry, num_bytes: int) -> Row:
     return Row(_key(entry), bucket, entry.model_key, ids, num_bytes, time.time())
 
 
-def _remove(path: Path) -> None:
-    """Remove what lies at a place where only files of ours belong, and never what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+def _is_entry(path: Path) -> bool:
+    """Whether a name is one that `publish` gives."""
+    return path.suffix == _SUFFIX and is_key(path.stem)
+
+
+def _remove_file(path: Path) -> None:
+    """Remove a file or a link of one of our own names, and never a directory, nor what a link leads to."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
 
 

@@ -5,7 +5,7 @@ What takes time and is not needed for an answer waits for `settle`.
 
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from rakvctl.core.disk.index import Row
-from rakvctl.core.disk.places import is_in_page_cache, make_private_directory
-from rakvctl.core.disk.shelf import ENTRIES_NAME, INDEX_NAME, Shelf, ids_of
+from rakvctl.core.disk.index import DamagedIndexError, Row
+from rakvctl.core.disk.places import claim_directory, inspect_directory, is_in_page_cache, make_private_directory
+from rakvctl.core.disk.shelf import ENTRIES_NAME, INDEX_FILES, INDEX_NAME, SCRATCH_PREFIX, Shelf, ids_of
 from rakvctl.core.errors import DamagedEntryError, first_line
 from rakvctl.core.prefixes import bucket_digest, common_prefix_length, prompt_digest
 from rakvctl.core.types import BUCKET_TOKENS, PrefixEntry
@@ -23,8 +23,8 @@ from rakvctl.core.types import BUCKET_TOKENS, PrefixEntry
 # Of the budget, so much is for texts to look up in.
 _TEXTS_PART = 16
 
-# What a directory can do to us; out of a damaged index come values of any kind.
-_FAILURES = (OSError, sqlite3.Error, ValueError, TypeError, OverflowError)
+# What a directory can do to us. Anything else is a fault of this program, and no reason to remove an index.
+_FAILURES = (OSError, sqlite3.OperationalError, DamagedIndexError)
 
 Result = TypeVar("Result")
 
@@ -41,10 +41,19 @@ class Found:
 class DiskTier:
     """Prefixes and texts in a directory that processes share."""
 
-    def __init__(self, directory: Path, budget_bytes: int, notify: Callable[[str], None]) -> None:
-        """`notify` hears the first thing that goes wrong. Raises RakvError for a directory not the user's own."""
-        make_private_directory(directory)
-        make_private_directory(directory / ENTRIES_NAME)
+    def __init__(
+        self, directory: Path, budget_bytes: int, notify: Callable[[str], None], *, read_only: bool = False
+    ) -> None:
+        """`notify` hears the first thing that goes wrong. `read_only`: nothing is made, written or removed.
+
+        Raises UsageError for a directory that holds anything but a prefix cache, RakvError for one not the user's own.
+        """
+        if read_only:
+            inspect_directory(directory)
+        else:
+            claim_directory(directory)
+            make_private_directory(directory / ENTRIES_NAME)
+        self._read_only = read_only
         self.budget_bytes = budget_bytes
         self._directory = directory
         self._notify = notify
@@ -68,7 +77,8 @@ class DiskTier:
                     raise DamagedEntryError("an entry is of another model than the index says")
             except DamagedEntryError as error:
                 self._warn(str(error))
-                shelf.drop(row.key)
+                if not self._read_only:
+                    shelf.drop(row.key)
                 continue
             length = common_prefix_length(entry.token_ids, ids) if entry is not None else 0
             if entry is not None and length >= BUCKET_TOKENS:
@@ -79,7 +89,8 @@ class DiskTier:
         """Give up an entry that turned out to be damaged, also where it cannot be removed."""
         self._warn(why)
         self._given_up.add(_key(entry))
-        self._attempt(lambda shelf: shelf.drop(_key(entry)), None)
+        if not self._read_only:
+            self._attempt(lambda shelf: shelf.drop(_key(entry)), None)
 
     def offer(self, entry: PrefixEntry) -> None:
         """Keep an entry, as soon as there is time."""
@@ -97,6 +108,8 @@ class DiskTier:
         """Do what was put off: clear up after a crash, write, evict, note what was used."""
         offered, used, texts = self._offered, self._used, self._texts
         self._offered, self._used, self._texts = [], set(), []
+        if self._read_only:
+            return
         self._attempt(lambda shelf: self._settle(shelf, offered, used, texts), None)
 
     def _settle(
@@ -107,14 +120,12 @@ class DiskTier:
             self._is_swept = True
         for entry in offered:
             shelf.publish(entry)
-        if not used and not texts:
-            return
-        with shelf.index.writing():
-            for key in used:
-                shelf.index.touch(key)
-            for model_key, ids in texts:
-                key, most = prompt_digest(model_key, ids).hex(), self.budget_bytes // _TEXTS_PART
-                shelf.index.add_text(key, model_key, ids.tobytes(), most)
+        if used:
+            with shelf.index.writing():
+                for key in used:
+                    shelf.index.touch(key)
+        if texts:
+            shelf.add_texts(texts, self.budget_bytes // _TEXTS_PART)
 
     @property
     def is_usable(self) -> bool:
@@ -134,7 +145,7 @@ class DiskTier:
     @contextmanager
     def scratch_file(self) -> Iterator[Path]:
         """An empty file on this disk to measure with, which is gone afterwards. Raises OSError."""
-        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".measuring-") as file:
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=SCRATCH_PREFIX) as file:
             yield Path(file.name)
 
     def rows(self) -> list[Row]:
@@ -157,17 +168,19 @@ class DiskTier:
         """A checkpoint's digest by its whole content: computed once for files of this identity."""
         known = self._attempt(lambda shelf: shelf.index.weights_digest(identity), None)
         digest = known or compute()
-        if known is None:
+        if known is None and not self._read_only:
             self._attempt(lambda shelf: shelf.index.keep_weights_digest(identity, digest), None)
         return digest
 
     def _opened(self) -> Shelf | None:
         was_there = (self._directory / INDEX_NAME).exists()
-        has_entries = any((self._directory / ENTRIES_NAME).iterdir())
+        if self._read_only and not was_there:
+            return None
+        has_entries = not self._read_only and any((self._directory / ENTRIES_NAME).iterdir())
         try:
-            shelf = Shelf(self._directory, self.budget_bytes)
+            shelf = Shelf(self._directory, self.budget_bytes, read_only=self._read_only)
         except _FAILURES as error:
-            return self._mended(error)
+            return self._reopened(error)
         if has_entries and not was_there:
             self._warn("the index was gone and is made anew")
         return shelf
@@ -179,18 +192,19 @@ class DiskTier:
         try:
             return operation(self._shelf)
         except _FAILURES as error:
-            self._shelf = self._mended(error)
+            self._shelf.index.close()
+            self._shelf = self._reopened(error)
             return otherwise
 
-    def _mended(self, error: Exception) -> Shelf | None:
-        """What to go on with: the same, a new index in place of a damaged one, or nothing for this process."""
+    def _reopened(self, error: Exception) -> Shelf | None:
+        """A new index in place of a damaged one, made of the entries' files; or nothing for this process."""
         self._warn(getattr(error, "strerror", None) or first_line(error))
-        if isinstance(error, OSError | sqlite3.OperationalError):
+        if self._read_only or not isinstance(error, DamagedIndexError):
             return None
         self._is_swept = False
         try:
-            for path in self._directory.glob(f"{INDEX_NAME}*"):
-                path.unlink()
+            for name in INDEX_FILES:
+                (self._directory / name).unlink(missing_ok=True)
             return Shelf(self._directory, self.budget_bytes)
         except _FAILURES:
             return None
@@ -211,7 +225,7 @@ def _rank(stored: np.ndarray, ids: np.ndarray) -> tuple[bool, int]:
     return length == len(stored) == len(ids), length
 
 
-def _latest(contents: list[bytes], max_tokens: int) -> list[list[int]]:
+def _latest(contents: Iterable[bytes], max_tokens: int) -> list[list[int]]:
     found: list[list[int]] = []
     for content in contents:
         ids = np.frombuffer(content, dtype="<i8")
