@@ -1,11 +1,16 @@
 """What tests share: a pair of small random models in a directory."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.program import own_settings, run
+
+# Workers of pytest-xdist share the cores: more threads than that wait for each other. Set before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 __all__ = ["own_settings", "run"]
 
