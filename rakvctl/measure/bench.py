@@ -30,9 +30,14 @@ class Sample:
     prompt_id: str
     arm: str
     repeat: int
-    prompt_tokens: int
+    prompt: tuple[int, ...]
     outcome: Outcome
     equal: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Bench:
             equal = outcome.token_ids == expected
             if not equal:
                 self.mismatches.append(self._mismatch(prompt, name, repeat, outcome.token_ids, expected))
-            yield Sample(prompt.workload, prompt.id, name, repeat, len(prompt.task.prompt), outcome, equal)
+            yield Sample(prompt.workload, prompt.id, name, repeat, prompt.task.prompt, outcome, equal)
 
     def _execute(self, arm: Arm, task: Task) -> Outcome:
         serve = arm.prepare(task)

@@ -1,5 +1,6 @@
 """A benchmark's files: `results.json` with every sample, and `report.md` for people."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from rakvctl.core.files import replace_file, to_json
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.measure.results import ArmSummary
 from rakvctl.measure.sensitivity import Crossover
+from rakvctl.measure.statistics import Interval
 from rakvctl.measure.trials import ControllerRun, num_runs, num_unequal, repeat_difference, summarize, summarize_auto
 
 
@@ -53,11 +55,13 @@ def summary_rows(summaries: Sequence[ArmSummary]) -> list[dict[str, str]]:
         {
             "workload": row.workload,
             "arm": row.arm,
+            "prompts": str(row.num_prompts),
+            "executions": str(row.num_samples),
             "total ms": f"{row.total_ms:.0f}",
             "first token ms": number(row.ttft_ms),
             "ms a token": number(row.tpot_ms),
             "tokens/s": f"{row.tokens_per_s:.1f}",
-            "speed against ar": f"{row.speedup.estimate:.2f} ({row.speedup.low:.2f} to {row.speedup.high:.2f})",
+            "speed against ar": f"{row.speedup.estimate:.2f}{interval(row.speedup, 2, ' to ')}",
             "accepted": share(row.draft_acceptance_rate),
             "reused": share(row.reused_share),
             "unequal": str(row.num_unequal),
@@ -69,6 +73,11 @@ def summary_rows(summaries: Sequence[ArmSummary]) -> list[dict[str, str]]:
 def number(value: float | None) -> str:
     """One digit after the point."""
     return "-" if value is None else f"{value:.1f}"
+
+
+def interval(ratio: Interval, digits: int, to: str = "-") -> str:
+    """The ends of an interval after its estimate, such as ` (0.95-1.05)`; nothing where there is none."""
+    return "" if math.isnan(ratio.low) else f" ({ratio.low:.{digits}f}{to}{ratio.high:.{digits}f})"
 
 
 def share(value: float | None) -> str:

@@ -12,16 +12,20 @@ from rakvctl.measure.bench import REFERENCE, Sample
 from rakvctl.measure.statistics import Interval, ratio_interval
 
 ALL = "all"
-# Of fewer pairs a bootstrap interval says nothing.
+# Of fewer prompts an interval is too wide to say anything, or rests on how ratios are distributed.
 _FEWEST_PROMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSummary:
-    """One arm on one workload (or on `all`). Medians over prompts; `speedup`: the reference's time over its own."""
+    """One arm on one workload (or on `all`). Medians over executions; `speedup`: the reference's time over its own.
+
+    `num_samples` counts executions. A prompt under several kinds of hit, or repeated, is one of `num_prompts`.
+    """
 
     workload: str
     arm: str
+    num_prompts: int
     num_samples: int
     total_ms: float
     ttft_ms: float | None
@@ -55,15 +59,19 @@ def _summary(samples: Sequence[Sample], workload: str, arm: str) -> ArmSummary:
     knows_reuse = all(outcome.reused_tokens is not None for outcome in outcomes)
     reused = sum(outcome.reused_tokens or 0 for outcome in outcomes)
     times, reference = paired_ms(samples, workload, arm), paired_ms(samples, workload, REFERENCE)
+    prompts = {(sample.workload, sample.prompt_id): sample.prompt for sample in mine}
     return ArmSummary(
         workload=workload,
         arm=arm,
+        num_prompts=len({sample.prompt for sample in mine}),
         num_samples=len(mine),
         total_ms=statistics.median(outcome.total_ms for outcome in outcomes),
         ttft_ms=_median([outcome.ttft_ms for outcome in outcomes]),
         tpot_ms=_median([outcome.tpot_ms for outcome in outcomes]),
         tokens_per_s=statistics.median(1e3 * len(outcome.token_ids) / outcome.total_ms for outcome in outcomes),
-        speedup=ratio_interval([reference[key] for key in times], list(times.values())),
+        speedup=ratio_interval(
+            [reference[key] for key in times], list(times.values()), [prompts[key] for key in times]
+        ),
         draft_acceptance_rate=accepted / drafted if drafted else None,
         reused_share=reused / sum(sample.prompt_tokens for sample in mine) if knows_reuse else None,
         num_unequal=sum(not sample.equal for sample in mine),
@@ -134,17 +142,18 @@ def compare(before: Path, after: Path) -> list[Change]:
     Raises UsageError where a file holds no results, or they have nothing in common.
     """
     first, second = _times(before), _times(after)
-    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for key in first.keys() & second.keys():
-        workload, arm, *_ = key
-        groups.setdefault((workload, arm), []).append((statistics.median(second[key]), statistics.median(first[key])))
+    groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for key in sorted(first.keys() & second.keys()):
+        workload, arm, prompt_id, _ = key
+        pair = statistics.median(second[key]), statistics.median(first[key])
+        groups.setdefault((workload, arm), []).append((*pair, prompt_id))
     if not groups:
         raise UsageError(
             f"{before} and {after} have no arm and prompt with answers of the same length in common",
             "compare runs of the same workloads and -n",
         )
     return [
-        Change(workload, arm, ratio_interval(*zip(*sorted(pairs), strict=True)), len(pairs))
+        Change(workload, arm, ratio_interval(*zip(*pairs, strict=True)), len({prompt_id for *_, prompt_id in pairs}))
         for (workload, arm), pairs in sorted(groups.items())
     ]
 

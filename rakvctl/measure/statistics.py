@@ -1,12 +1,12 @@
 """How well predictions fit what was measured, and how far apart two arms are."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-_NUM_RESAMPLES = 10_000
+# Of Student's t, for an interval of 95 %.
+_UPPER_QUANTILE = 0.975
 
 
 def mape_percent(predicted: Sequence[float], actual: Sequence[float]) -> float:
@@ -32,19 +32,28 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its 95 % confidence interval."""
+    """An estimate with its 95 % confidence interval; `low` and `high` are NaN where too little was measured for one."""
 
     estimate: float
     low: float
     high: float
 
 
-def ratio_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """Geometric mean of the paired ratios ours/theirs, with a percentile bootstrap over the pairs.
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float], prompts: Sequence[Hashable]) -> Interval:
+    """Geometric mean of the paired ratios ours/theirs, with Student's t interval over prompts.
 
-    Efron and Tibshirani 1993, chapter 13. Ratios are averaged as logarithms, so that 2 and 1/2 cancel out.
+    `prompts` names the prompt of each pair. Pairs of one prompt, under several conditions, are not independent: their
+    log ratios are averaged first, and every prompt weighs the same. One prompt alone has no interval.
     """
-    logs = np.log(np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64))
-    picks = np.random.default_rng(seed).integers(0, len(logs), (_NUM_RESAMPLES, len(logs)))
-    low, high = np.quantile(logs[picks].mean(axis=1), (0.025, 0.975))
-    return Interval(float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high)))
+    logs: dict[Hashable, list[float]] = {}
+    for our, their, prompt in zip(ours, theirs, prompts, strict=True):
+        logs.setdefault(prompt, []).append(math.log(our / their))
+    means = [statistics.fmean(values) for values in logs.values()]
+    mean = statistics.fmean(means)
+    if len(means) < 2:
+        return Interval(math.exp(mean), math.nan, math.nan)
+    # Here and not above: calibration, which `generate` may have to do first, needs no scipy.
+    from scipy.special import stdtrit
+
+    reach = float(stdtrit(len(means) - 1, _UPPER_QUANTILE)) * statistics.stdev(means) / math.sqrt(len(means))
+    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
