@@ -10,8 +10,9 @@ import pytest
 from rakvctl.core.backends.fake import FakeBackend, VirtualClock
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import RequestError, UsageError
+from rakvctl.core.pair import ModelPair
 from rakvctl.core.profile import MeasuredAcceptance
-from rakvctl.core.types import Action, Decision
+from rakvctl.core.types import Action, CostBreakdown, Decision
 from rakvctl.measure import report
 from rakvctl.measure.arms import Arm, Outcome, PolicyArm, Task
 from rakvctl.measure.bench import Bench, BenchPrompt, Sample
@@ -31,6 +32,7 @@ from rakvctl.measure.trials import (
     summarize_auto,
 )
 from rakvctl.measure.workloads import Workload, load_workload, names
+from tests.profiles import TARGET_COSTS as COSTS
 from tests.profiles import toy_pair, toy_profile
 from tests.workloads import data_folder
 
@@ -237,6 +239,59 @@ def test_a_controller_that_is_told_the_acceptance_chooses_by_it() -> None:
     assert run.told.decision.alpha == 1.0
     assert run.told.regret == pytest.approx(0.0)
     assert repeat_difference([run.trial]) is None
+
+
+def test_the_controller_study_runs_auto_with_the_bigram_table() -> None:
+    """A target whose next token is the bigram table's, 11 different ones after 26: `auto` learns to use it."""
+    clock = VirtualClock()
+    pair = replace(toy_pair(clock, with_draft=False), target=Engine(FakeBackend(context=1, clock=clock, costs=COSTS)))
+    table = tuple(pair.target.verify(range(pair.target.vocab_size)).argmax())
+    tasks = [Task((28,) * 19 + (26,), 11)] * 10
+
+    def auto_ms(pair: ModelPair) -> float:
+        study = ControllerStudy(pair, toy_profile(with_draft=False), repeats=1, seed=0, clock=clock)
+        *_, last = study.run(tasks)
+        assert last.num_unequal == 0
+        return last.auto_ms[0]
+
+    assert auto_ms(replace(pair, successors=table)) < 0.9 * auto_ms(pair)
+
+
+def predicting(predicted_ms: tuple[float, ...], actual_ms: tuple[float, ...]) -> Trial:
+    """A request whose actions, one for each k, took so long and were expected to take so long."""
+    actions = [Action(False, draft_len) for draft_len in range(len(actual_ms))]
+    rows = [
+        CostBreakdown(action, 0.0, 0.0, 0.0, 0.0, verify_ms=ms, memory_ms=0.0, rounds=1)
+        for action, ms in zip(actions, predicted_ms, strict=True)
+    ]
+    samples = {action: [ms] for action, ms in zip(actions, actual_ms, strict=True)}
+    return Trial(Task(PROMPT, 8), Decision(actions[0], "rakv", table=tuple(rows)), samples)
+
+
+def test_ranks_within_a_request_do_not_count_that_long_requests_take_long() -> None:
+    """Pooled, predictions that order every request's actions the wrong way round look nearly perfect."""
+    trials = [
+        predicting((1.0, 1.1, 1.2), (1.2, 1.1, 1.0)),
+        predicting((10.0, 11.0, 12.0), (12.0, 11.0, 10.0)),
+        predicting((100.0, 110.0, 120.0), (100.0, 110.0, 120.0)),
+        predicting((1000.0,), (1000.0,)),
+    ]
+    summary = summarize(trials)
+    assert summary.spearman > 0.9
+    assert summary.spearman_within_mean == pytest.approx((-1 - 1 + 1) / 3), "one action alone has no order"
+    assert summary.spearman_within_median == pytest.approx(-1.0)
+    assert summarize(trials[-1:]).spearman_within_mean is None
+
+
+def test_the_report_names_both_rank_correlations() -> None:
+    trial = predicting((1.0, 2.0), (2.0, 1.0))
+    runs = [ControllerRun(trial, trial, [1.0])]
+    figures = {row["figure"]: row["here"] for row in report.controller_rows(runs)}
+    assert figures["Spearman, actions of all requests together"] == "-1.000"
+    assert figures["Spearman, actions of one request: mean"] == "-1.000"
+    assert figures["Spearman, actions of one request: median"] == "-1.000"
+    record = report.controller_record(runs)
+    assert record["summary"]["spearman_within_mean"] == record["summary_alpha_told"]["spearman_within_median"] == -1.0
 
 
 def test_auto_is_set_beside_the_best_action() -> None:

@@ -106,7 +106,7 @@ class CostModel:
         """The rest of a prompt. Its length is mostly a new one, unless it is one of those that rounds have."""
         num_tokens = num_prompt_tokens - cached
         is_new = num_tokens > self.profile.verify.sizes_tokens[-1]
-        return model.prefill.at(num_tokens, cached) + (model.new_length_ms if is_new else 0.0)
+        return model.prefill_ms(num_tokens, cached) + (model.new_length_ms if is_new else 0.0)
 
     def _rounds_ms(self, draft_len: int, num_rounds: int, features: Features) -> tuple[float, float]:
         """Draft and verify of all rounds; the last one drafts no more tokens than can still be emitted."""

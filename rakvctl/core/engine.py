@@ -27,6 +27,11 @@ class Engine:
         return self._backend.max_positions
 
     @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """How many tokens of a prompt a pass takes at most, or None where all go through in one."""
+        return self._backend.prefill_chunk_tokens
+
+    @property
     def vocab_size(self) -> int:
         """How many scores each position has."""
         return self._backend.vocab_size
@@ -60,7 +65,7 @@ class Engine:
     def prefill(self, token_ids: Sequence[int]) -> Logits:
         """Append prompt tokens (at least one); return the logits of the next token, [1, vocab_size]."""
         # In pieces, so that the memory of a pass does not grow with the prompt.
-        chunk = self._backend.prefill_chunk_tokens or len(token_ids)
+        chunk = self.prefill_chunk_tokens or len(token_ids)
         last_chunk = (len(token_ids) - 1) // chunk * chunk
         for start in range(0, last_chunk, chunk):
             self._backend.forward(token_ids[start : start + chunk], num_logits=1)

@@ -4,6 +4,7 @@ Frozen dataclasses whose field names are the keys of the YAML file, units includ
 nothing.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -102,17 +103,49 @@ class ModelCosts:
     `new_length_ms`: what the first prefill of a length takes more than the next one, as kernels are made for it.
     `max_positions`: the longest sequence the model can hold; None where that is not known. `load` and `load_cold`:
     restoring states from a file that the system has in memory, and from one that it has not; None if not measured.
+    `prefill_chunk_tokens`: prompt tokens a pass, at most; None: all in one pass, or a profile that does not say.
     """
 
     weight_bytes: int
     kv_bytes_per_token: int
     max_positions: int | None = None
+    prefill_chunk_tokens: int | None = None
     new_length_ms: float
     prefill: Curve
     clone: Curve
     insert: Curve
     load: Curve | None = None
     load_cold: Curve | None = None
+
+    def prefill_ms(self, num_tokens: int, cached: int) -> float:
+        """Milliseconds of a prompt's `num_tokens` tokens after `cached` positions.
+
+        Beyond the measured sizes: the largest measured number of whole passes, then pass after pass, each at the
+        context that it finds.
+        """
+        curve, chunk = self.prefill, self.prefill_chunk_tokens
+        if chunk is None or num_tokens <= max(chunk, curve.sizes_tokens[-1]):
+            return curve.at(num_tokens, cached)
+        measured = curve.sizes_tokens[-1] // chunk * chunk
+        num_passes, rest = divmod(num_tokens - measured, chunk)
+        passes_ms = _passes_ms(curve, chunk, cached + measured, num_passes)
+        return curve.at(measured, cached) + passes_ms + curve.at(rest, cached + num_tokens - rest)
+
+
+def _passes_ms(curve: Curve, size: int, context: int, num_passes: int) -> float:
+    """Passes over `size` tokens one after another, the first at `context`.
+
+    Between two measured contexts times are linear, so the first and the last pass there tell the sum.
+    """
+    total_ms, first = 0.0, 0
+    for measured in (*curve.contexts_tokens, math.inf):
+        up_to_it = num_passes if measured == math.inf else int((measured - context) // size + 1)
+        end = max(first, min(num_passes, up_to_it))
+        if end > first:
+            ends_ms = curve.at(size, context + first * size) + curve.at(size, context + (end - 1) * size)
+            total_ms += (end - first) * ends_ms / 2
+        first = end
+    return total_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

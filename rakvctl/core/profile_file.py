@@ -25,6 +25,7 @@ _RANGES = {
     "spearman": (-1.0, 1.0),
     "memory_bytes_per_ms": (math.ulp(0.0), math.inf),
     "matched_tokens": (1, math.inf),
+    "prefill_chunk_tokens": (1, math.inf),
     "sizes_tokens": (0, _MOST_TOKENS),
     "contexts_tokens": (0, _MOST_TOKENS),
 }

@@ -169,6 +169,7 @@ def _model_costs(bench: ProbeBench, role: Role, curves: Mapping[str, Curve]) -> 
         weight_bytes=engine.info.weight_bytes,
         kv_bytes_per_token=engine.num_bytes(1),
         max_positions=engine.max_positions,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
         new_length_ms=curves[f"{role}.new_length"].median_ms[0][0] if f"{role}.new_length" in curves else 0.0,
         prefill=curves[f"{role}.prefill"],
         clone=curves[f"{role}.clone"],

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rakvctl.core.acceptance import Experience, count_judged, initial_experience
-from rakvctl.core.cost import CostModel
 from rakvctl.core.pair import ModelPair
-from rakvctl.core.policies import AutoPolicy, FixedPolicy, Policy, RakvPolicy
+from rakvctl.core.policies import FixedPolicy, Policy, make_policy
 from rakvctl.core.profile import HardwareProfile
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.seams import Clock
@@ -26,8 +25,8 @@ class ControllerStudy:
 
     def __init__(self, pair: ModelPair, profile: HardwareProfile, *, repeats: int, seed: int, clock: Clock) -> None:
         self._pair = pair
-        self._policy = RakvPolicy(CostModel(profile))
-        self._auto = AutoPolicy(CostModel(profile))
+        self._policy = make_policy("rakv", profile)
+        self._auto = make_policy("auto", profile, pair.successors)
         self._experience, self._auto_experience = initial_experience(profile), initial_experience(profile)
         self._repeats = repeats
         self._random = random.Random(seed)  # noqa: S311 - not for secrets

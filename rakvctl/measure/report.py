@@ -98,12 +98,17 @@ def controller_rows(runs: Sequence[ControllerRun]) -> list[dict[str, str]]:
     here, told, auto = summarize(trials), summarize([run.told for run in runs]), summarize_auto(runs)
     noise = repeat_difference(trials)
     within = "no more than 2 % slower than the best"
+    ranks = "Spearman, actions of"
     return [
         _figure("requests", str(here.num_cases), "", "-"),
         _figure("timed runs", str(num_runs(runs)), "", "3600"),
         _figure("outputs unlike plain decoding's", str(num_unequal(runs)), "", "0"),
         _figure("prediction: MAPE", f"{here.mape_percent:.1f} %", f"{told.mape_percent:.1f} %", "32.1 %"),
-        _figure("prediction: Spearman", f"{here.spearman:.3f}", f"{told.spearman:.3f}", "0.780"),
+        _figure(f"{ranks} all requests together", f"{here.spearman:.3f}", f"{told.spearman:.3f}", "0.780"),
+        _figure(f"{ranks} one request: mean", _rank(here.spearman_within_mean), _rank(told.spearman_within_mean), "-"),
+        _figure(
+            f"{ranks} one request: median", _rank(here.spearman_within_median), _rank(told.spearman_within_median), "-"
+        ),
         _figure("best k chosen", share(here.right_k), share(told.right_k), "100 %"),
         _figure(f"k {within}", share(here.right_k_within), share(told.right_k_within), "-"),
         _figure("best action chosen", share(here.right_action), share(told.right_action), "83.3 %"),
@@ -116,6 +121,10 @@ def controller_rows(runs: Sequence[ControllerRun]) -> list[dict[str, str]]:
         _figure("auto: speed against plain decoding", f"{auto.mean_gain_over_plain:.2f}", "", "-"),
         _figure("two runs of the same differ by", "-" if noise is None else f"{noise:.1%}", "", "-"),
     ]
+
+
+def _rank(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _figure(name: str, here: str, told: str, paper: str) -> dict[str, str]:

@@ -28,6 +28,13 @@ class Trial:
         return {row.action: row.total_ms for row in self.decision.table if row.action in self.samples_ms}
 
     @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's, of predicted and actual time over its actions; None of one action alone."""
+        if len(self.samples_ms) < 2:
+            return None
+        return spearman([self.predicted_ms[action] for action in self.samples_ms], list(self.actual_ms.values()))
+
+    @property
     def best_ms(self) -> float:
         """What the best action took."""
         return min(self.actual_ms.values())
@@ -60,11 +67,17 @@ class ControllerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of the paper's study. Shares between 0 and 1; `within`: no more than 2 % slower than the best."""
+    """The figures of the paper's study. Shares between 0 and 1; `right_*_within`: at most 2 % slower than the best.
+
+    `spearman` ranks the actions of all requests together, so mostly by how long their prompts are. `spearman_within_*`
+    rank the actions of each request, and sum that up over requests; None where none had two actions.
+    """
 
     num_cases: int
     mape_percent: float
     spearman: float
+    spearman_within_mean: float | None
+    spearman_within_median: float | None
     right_k: float
     right_k_within: float
     right_action: float
@@ -81,6 +94,7 @@ def summarize(trials: Sequence[Trial]) -> Summary:
     """Sum up at least one trial."""
     predicted = [trial.predicted_ms[action] for trial in trials for action in trial.samples_ms]
     actual = [ms for trial in trials for ms in trial.actual_ms.values()]
+    within = [rank for trial in trials if (rank := trial.rank_correlation) is not None]
 
     def share(is_right: Callable[[Trial], bool]) -> float:
         return statistics.fmean(is_right(trial) for trial in trials)
@@ -89,6 +103,8 @@ def summarize(trials: Sequence[Trial]) -> Summary:
         num_cases=len(trials),
         mape_percent=mape_percent(predicted, actual),
         spearman=spearman(predicted, actual),
+        spearman_within_mean=statistics.fmean(within) if within else None,
+        spearman_within_median=statistics.median(within) if within else None,
         right_k=share(lambda trial: trial.k_regret <= 0.0),
         right_k_within=share(lambda trial: trial.k_regret <= _TIE),
         right_action=share(lambda trial: trial.regret <= 0.0),

@@ -128,7 +128,7 @@ class FakeBackend:
     """
 
     can_rollback = True
-    prefill_chunk_tokens = 2048
+    prefill_chunk_tokens: int | None = 2048
 
     def __init__(
         self,
