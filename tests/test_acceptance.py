@@ -404,7 +404,7 @@ def test_tokens_after_the_end_of_the_text_are_not_held_against_the_draft() -> No
 # --- measured beforehand
 
 
-def measured(serving: Serving, prompts: list[tuple[int, ...]], budget_s: float | None = None) -> MeasuredAcceptance:
+def measured(serving: Serving, prompts: list[tuple[int, ...]], budget_s: float = 600.0) -> MeasuredAcceptance:
     return measure_acceptance(serving.pair, prompts, budget_s, serving.clock, lambda *_: None)
 
 
@@ -438,7 +438,7 @@ def test_measuring_stops_with_the_budget_but_not_before_one_prompt() -> None:
 def test_without_a_draft_only_what_is_looked_up_is_measured() -> None:
     serving = Serving(agrees=True)
     pair = ModelPair(serving.pair.codec, serving.pair.target, "toy")
-    found = measure_acceptance(pair, [PROMPT], None, serving.clock, lambda *_: None)
+    found = measure_acceptance(pair, [PROMPT], 600.0, serving.clock, lambda *_: None)
     assert (found.alpha, found.num_trials) == (0.0, 0)
     assert found.lookup is not None
 

@@ -286,7 +286,7 @@ def test_repeats_are_what_was_asked_for() -> None:
 def test_acceptance_is_measured_on_the_given_prompts() -> None:
     """All of them, whatever the budget."""
     prompts = [tuple(range(length)) for length in (5, 6, 7, 8, 9, 10)]
-    assert Toy().calibrated(Effort(budget_s=0.001), prompts).profile.acceptance.num_trials == 6 * 24
+    assert Toy().calibrated(prompts=prompts).profile.acceptance.num_trials == 6 * 24
     found = Toy(sign=-1).calibrated(prompts=prompts).profile.acceptance
     assert (found.alpha, found.num_trials) == (0.0, 6 * 30)
 

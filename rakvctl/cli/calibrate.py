@@ -90,7 +90,7 @@ def calibrate(
         typer.Option(
             metavar="FILE",
             rich_help_panel=_MEASURING,
-            help="Measure the draft's acceptance on these prompts.",
+            help="Measure the draft's acceptance on these prompts, as many as a share of the time allows.",
             show_default="a few of our own",
         ),
     ] = None,
@@ -172,13 +172,17 @@ def _measure(
         calibration = measure(pair, effort, time.perf_counter, on_progress, prompts)
     path = out or default_path(calibration.profile.fingerprint)
     keep(calibration, path)
-    num_successors = len(calibration.successors)
+    num_successors, num_used = len(calibration.successors), calibration.profile.acceptance.num_prompts
     if as_json:
         record = {"path": str(path), "successors": num_successors, "profile": asdict(calibration.profile)}
+        if prompts:
+            record["prompts"] = {"given": len(prompts), "used": num_used}
         render.print_json(record)
     else:
         profile_tables.show_profile(calibration.profile)
         profile_tables.show_successors(num_successors, pair.codec.vocab_size)
+        if prompts:
+            render.print_line(f"Acceptance was measured on {num_used} of {counted(len(prompts), 'prompt')}.")
         render.print_line(f"\nWritten to {path}")
     if calibration.noisy:
         point = calibration.noisy[0]

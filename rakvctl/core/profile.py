@@ -173,11 +173,13 @@ class LookupBin:
 class MeasuredAcceptance:
     """How often a drafted token was accepted when measured: `alpha`, out of `num_trials` tokens judged.
 
+    `num_prompts`: on how many prompts; 0 in a profile that does not say.
     `lookup`: the same of looked-up tokens; None where nobody gave prompts to measure it on.
     """
 
     alpha: float
     num_trials: int
+    num_prompts: int = 0
     lookup: tuple[LookupBin, ...] | None = None
 
 

@@ -20,9 +20,9 @@ _POLICY = "spec-4"
 
 
 def measure_acceptance(
-    pair: ModelPair, prompts: Sequence[tuple[int, ...]], budget_s: float | None, clock: Clock, on_progress: Progress
+    pair: ModelPair, prompts: Sequence[tuple[int, ...]], budget_s: float, clock: Clock, on_progress: Progress
 ) -> MeasuredAcceptance:
-    """Complete the prompts, at least one and until the budget is spent (None: all), and see what was drafted right.
+    """Complete the prompts, at least one and until the budget is spent, and see what was drafted right.
 
     Without a draft model nothing is judged of one: 0 of 0. What would have been looked up is judged in any case.
     """
@@ -43,12 +43,13 @@ def measure_acceptance(
             continue
         fitting.append(prompt)
         completions.append(runtime.run(Request(prompt, SamplingParams(max_new_tokens=_NEW_TOKENS))))
-        if budget_s is not None and clock() - started >= budget_s:
+        if clock() - started >= budget_s:
             break
     accepted, judged = count_judged(completions)
     return MeasuredAcceptance(
         alpha=accepted / judged if judged else 0.0,
         num_trials=judged,
+        num_prompts=len(fitting),
         lookup=_lookup_bins(fitting, completions, pair.successors),
     )
 

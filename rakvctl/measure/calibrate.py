@@ -53,6 +53,8 @@ def calibrate(
 ) -> Calibration:
     """Measure a pair; `prompts`, token ids, are what its acceptance is measured on, a few of our own if there are none.
 
+    Of the prompts as many are used as a share of the time allows, and at least one: the profile says how many.
+
     Raises ModelError for a model whose states cannot be rolled back: there is nothing to choose with it.
     """
     if not pair.target.can_rollback:
@@ -95,9 +97,9 @@ def calibrate(
 def _acceptance(
     pair: ModelPair, prompts: Sequence[tuple[int, ...]], budget_s: float, clock: Clock, on_progress: Progress
 ) -> MeasuredAcceptance:
-    """All the user's prompts count. Our own say something of a draft model, but not what there is to look up."""
+    """On the user's prompts, or on our own: those say something of a draft model, but not what there is to look up."""
     if prompts:
-        return measure_acceptance(pair, prompts, None, clock, on_progress)
+        return measure_acceptance(pair, prompts, budget_s, clock, on_progress)
     if pair.draft is None:
         return MeasuredAcceptance(alpha=0.0, num_trials=0)
     own = [encode(pair.codec, content) for _, content in load_workload(OWN, None, None).prompts]
