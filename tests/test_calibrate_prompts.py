@@ -1,4 +1,4 @@
-"""The user's own prompts, on which `calibrate` measures acceptance: as many as the time allows, and how many is said."""
+"""The user's own prompts, on which `calibrate` measures acceptance: as many as time allows, and how many is said."""
 
 import json
 from pathlib import Path

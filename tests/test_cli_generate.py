@@ -646,7 +646,7 @@ def test_no_progress_is_shown_for_one_prompt_or_quietly_or_among_the_results(
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--threads", "0"], "--threads"),
         (["generate", "x", "--threads", "-1"], "--threads"),
-        (["generate", "x", "--threads", "100000"], "--threads 100000 is more than this machine has cores"),
+        (["generate", "x", "--threads", "100000"], "--threads 100000 is more than the"),
         (["generate", "x", "-m", ""], "--target"),
         (["generate", "x", "-d", " "], "--draft"),
         (["generate", "x", "--device", ""], "--device"),

@@ -128,7 +128,7 @@ def test_a_value_that_makes_no_sense_is_said_in_one_sentence(arguments: list[str
 
 
 def test_the_hint_on_too_many_threads_says_how_many_there_are(run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     finished = run("generate", "x", "--threads", "7")
     assert finished.code == 2
-    assert "it has 6" in finished.err
+    assert "give 1 to 6" in finished.err

@@ -1,6 +1,5 @@
 """Options that commands share, and the parsing of their values."""
 
-import os
 import re
 import sys
 from enum import StrEnum
@@ -96,17 +95,6 @@ def not_empty(value: str | None) -> str | None:
     return value
 
 
-def _as_many_as_cores(num_threads: int | None) -> int | None:
-    """Threads that this machine can run at once: beyond its cores they only cost, and far beyond torch crashes."""
-    num_cores = os.cpu_count() or 1
-    if num_threads is not None and num_threads > num_cores:
-        raise UsageError(
-            f"--threads {num_threads} is more than this machine has cores",
-            f"it has {num_cores}: give 1 to {num_cores}, or leave the option out",
-        )
-    return num_threads
-
-
 _MODELS = "Models"
 
 Target = Annotated[
@@ -184,9 +172,8 @@ Threads = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        callback=_as_many_as_cores,
         rich_help_panel=_MODELS,
-        help="CPU threads to compute with, at most one a core.",
+        help="CPU threads to compute with, at most one for each core that the process may use.",
         show_default="as many as there are cores, or torch's choice",
     ),
 ]

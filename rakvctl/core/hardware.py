@@ -1,4 +1,4 @@
-"""What this machine is: the processor's name and the memory that is free."""
+"""What this machine is, and what of it this process may use: the processor, its cores, and memory."""
 
 import os
 import platform
@@ -6,10 +6,20 @@ from pathlib import Path
 
 import psutil
 
+from rakvctl.core.cgroup import cpu_quota, memory_left_bytes
+
 
 def processor_name() -> str:
-    """The processor and how many of its cores there are, such as `AMD EPYC, 2 cores`."""
-    return f"{_model_name()}, {os.cpu_count()} cores"
+    """The processor and how many of its cores this process may use, such as `AMD EPYC, 2 cores`."""
+    return f"{_model_name()}, {num_cores()} cores"
+
+
+def num_cores() -> int:
+    """Cores that this process may use: those of its affinity, as far as its quota of processor time goes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    # Rounded down: threads that wait for each other are as slow as the one that is out of time.
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def _model_name() -> str:
@@ -22,5 +32,6 @@ def _model_name() -> str:
 
 
 def free_memory_bytes() -> int:
-    """Memory that processes can still be given without swapping."""
-    return int(psutil.virtual_memory().available)
+    """Memory that this process can still be given without swapping, and under the limits of its control groups."""
+    available, left = int(psutil.virtual_memory().available), memory_left_bytes()
+    return available if left is None else min(available, left)

@@ -9,6 +9,7 @@ from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, RakvError, UsageError
 from rakvctl.core.exactness import logit_difference
+from rakvctl.core.hardware import num_cores
 from rakvctl.core.loaders import Loader, make_loader
 from rakvctl.core.lookup import History, LookupDrafter
 from rakvctl.core.models import ModelFiles, Notify, default_draft
@@ -58,8 +59,9 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     """Load the models that the policy works with; `notify` hears what takes long and what will not be in force.
 
     Raises ModelError for models that cannot be had, cannot be loaded or do not fit; UsageError for options that
-    contradict each other.
+    contradict each other, and for more threads than cores.
     """
+    _refuse_more_threads_than_cores(options.num_threads)
     draft_name = _draft_name(options)
     loader = make_loader(options)
     target_files = loader.find(options.target, "target", notify)
@@ -82,8 +84,11 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
 
 
 def load_codec(options: RuntimeOptions, notify: Notify) -> TextCodec:
-    """The target's tokenizer alone, of which `load_pair` says the rest."""
-    loader = make_loader(options)
+    """The target's tokenizer alone, of which `load_pair` says the rest.
+
+    The number of threads is not for this process, which may be on another machine than the models.
+    """
+    loader = make_loader(replace(options, num_threads=None))
     return loader.load_codec(loader.find(options.target, "target", notify))
 
 
@@ -139,6 +144,16 @@ def with_successors(pair: ModelPair, notify: Notify) -> ModelPair:
     except RakvError as error:
         notify(f"{error.message}; {error.hint}")
         return pair
+
+
+def _refuse_more_threads_than_cores(num_threads: int | None) -> None:
+    """Raise UsageError: beyond the cores threads only cost, and far beyond torch crashes."""
+    most = num_cores()
+    if num_threads is not None and num_threads > most:
+        raise UsageError(
+            f"--threads {num_threads} is more than the {most} core{'s' * (most > 1)} that this process may use",
+            f"give {f'1 to {most}' if most > 1 else '1'}, or leave the option out",
+        )
 
 
 def _draft_name(options: RuntimeOptions) -> str | None:

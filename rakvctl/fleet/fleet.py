@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rakvctl.core.errors import UsageError
+from rakvctl.core.hardware import num_cores
 from rakvctl.core.loading import RuntimeOptions, load_codec
 from rakvctl.core.models import OUR_NAMES, Notify
 from rakvctl.core.runtime import Runtime
@@ -96,12 +97,14 @@ def open_fleet(
 
 def _runtime_of(options: RuntimeOptions, share: Share) -> MakeRuntime:
     """What loads a worker's runtime: as many threads as it has cores, where the user says nothing else."""
-    if options.num_threads is None and share.num_gpus == 0:
-        options = replace(options, num_threads=share.num_cpus)
-    return partial(_load, options)
+    leaves_open = options.num_threads is None and share.num_gpus == 0
+    return partial(_load, options, share.num_cpus if leaves_open else None)
 
 
-def _load(options: RuntimeOptions, notify: Notify) -> Runtime:
+def _load(options: RuntimeOptions, num_cpus: int | None, notify: Notify) -> Runtime:
+    """Runs on the worker's node, which may have fewer cores than the cluster was told."""
+    if num_cpus is not None:
+        options = replace(options, num_threads=min(num_cpus, num_cores()))
     return load_runtime(options, notify, lambda _stage, _share: None)
 
 

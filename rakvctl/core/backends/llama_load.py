@@ -12,7 +12,7 @@ from rakvctl.core.backends.llama_cpp import LlamaBackend
 from rakvctl.core.backends.llama_model import ContextOptions, LlamaModel
 from rakvctl.core.backends.llama_text import GgufTokenizer
 from rakvctl.core.errors import ModelError
-from rakvctl.core.hardware import processor_name
+from rakvctl.core.hardware import num_cores, processor_name
 from rakvctl.core.models import ModelFiles, Notify, Role
 from rakvctl.core.text import TextCodec
 
@@ -30,7 +30,7 @@ class LlamaLoader:
         sequences; `exact`: switch off what makes passes of several positions differ from others, in this process.
         """
         options = ContextOptions(
-            num_threads=num_threads or _num_cores(), max_positions=max_positions, tiles=not exact and _has_tiles()
+            num_threads=num_threads or _num_threads(), max_positions=max_positions, tiles=not exact and _has_tiles()
         )
         if exact:
             os.environ[_TILES_VARIABLE] = "0"  # which llama.cpp reads once
@@ -80,7 +80,7 @@ def _has_tiles() -> bool:
     return os.environ.get(_TILES_VARIABLE, "1") != "0"
 
 
-def _num_cores() -> int:
-    """Cores that this process may use; a second thread on the same core does not help."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _num_threads() -> int:
+    """One for each core that this process may use; a second thread on the same core does not help."""
+    allowed = num_cores()
     return min(allowed, psutil.cpu_count(logical=False) or allowed)

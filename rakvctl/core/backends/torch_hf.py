@@ -136,7 +136,10 @@ class TorchBackend:
     def free_bytes(self) -> int | None:
         """What the device, or the machine around it, has left."""
         if self._model.device.type == "cuda":
-            return torch.cuda.mem_get_info(self._model.device)[0]
+            device = self._model.device
+            # What torch keeps of freed blocks it gives again.
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return torch.cuda.mem_get_info(device)[0] + kept
         return free_memory_bytes()
 
     def memory_reader(self, num_bytes: int) -> Callable[[], None]:

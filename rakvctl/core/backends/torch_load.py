@@ -14,7 +14,7 @@ from rakvctl.core.backends import packed
 from rakvctl.core.backends.invariant import use_invariant_attention
 from rakvctl.core.backends.torch_hf import TorchBackend, keeps_all_positions
 from rakvctl.core.errors import ModelError, UsageError, first_line
-from rakvctl.core.hardware import processor_name
+from rakvctl.core.hardware import num_cores, processor_name
 from rakvctl.core.models import ModelFiles
 
 # With a cache and without, logits differ by rounding alone: by this share of the largest, by bytes of the dtype.
@@ -135,9 +135,12 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def set_num_threads(num_threads: int) -> None:
-    """Let torch compute with that many CPU threads."""
-    torch.set_num_threads(num_threads)
+def set_num_threads(num_threads: int | None) -> None:
+    """Let torch compute with that many CPU threads; None: as it does, but on no more than this process has cores."""
+    if num_threads is None and torch.get_num_threads() > (most := num_cores()):
+        num_threads = most  # torch knows nothing of quotas
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
 
 
 @contextmanager

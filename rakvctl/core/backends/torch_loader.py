@@ -21,8 +21,7 @@ class TorchLoader:
         """As on the command line."""
         self._device = device
         self._dtype = dtype
-        if num_threads is not None:
-            torch_load.set_num_threads(num_threads)
+        torch_load.set_num_threads(num_threads)
 
     def find(self, name: str, role: Role, notify: Notify) -> ModelFiles:
         """The checkpoint of that name, downloaded or converted if need be."""
