@@ -28,7 +28,8 @@ class CostModel:
     def breakdown(self, action: Action, features: Features) -> CostBreakdown:
         """The parts of C(k, r) in milliseconds, added up over all rounds.
 
-        Of an action that cannot be taken for want of a match or of a drafter, nothing is known: its parts are NaN.
+        Of an action without a match, without a drafter or with passes that were not measured, nothing is known: its
+        parts are NaN.
         """
         missing = self._missing(action, features)
         if missing is not None:
@@ -78,6 +79,8 @@ class CostModel:
             return None
         if features.drafter == "none" or self.profile.draft is None:
             return features.no_drafter_reason or "no draft model"
+        if action.draft_len > self.profile.longest_draft_len:
+            return f"not measured: the profile goes as far as k = {self.profile.longest_draft_len}"
         return None
 
     def _target_start_ms(self, action: Action, features: Features) -> tuple[float, float]:

@@ -214,3 +214,13 @@ class HardwareProfile:
     fit: Fit
     logit_difference: float | None = None
     width_change_ms: float = 0.0
+
+    @property
+    def widest_draft_len(self) -> int:
+        """Drafted tokens of the widest measured verification pass."""
+        return max(0, self.verify.sizes_tokens[-1] - 1)
+
+    @property
+    def longest_draft_len(self) -> int:
+        """The most tokens that the draft model may draft a round: pass and drafting are measured as far as that."""
+        return min(self.widest_draft_len, self.draft.propose.sizes_tokens[-1]) if self.draft else 0

@@ -31,7 +31,7 @@ class RoundCosts:
         self._last_draft_len = 0
         self._verify_ms: list[float] = []
         self._propose_ms: dict[int, float] = {}
-        self.most_draft_tokens = min(profile.verify.sizes_tokens[-1] - 1, _MOST_DRAFT_TOKENS)
+        self.most_draft_tokens = min(profile.widest_draft_len, _MOST_DRAFT_TOKENS)
 
     def at(self, context: int) -> tuple[list[float], dict[int, float]]:
         """`verify_ms[k]`, the round of k drafted tokens without the drafting; the draft model's time by its k.
@@ -43,7 +43,7 @@ class RoundCosts:
             middle = (stretch + 0.5) * _CONTEXT_STEP
             verify, draft = self._profile.verify, self._profile.draft
             self._verify_ms = [verify.at(width, middle) for width in range(1, self.most_draft_tokens + 2)]
-            draft_lens = range(1, DRAFT_LENS[-1] + 1) if draft else ()
+            draft_lens = range(1, min(DRAFT_LENS[-1], self._profile.longest_draft_len) + 1) if draft else ()
             self._propose_ms = {k: draft.propose.at(k, middle) for k in draft_lens} if draft else {}
             self._stretch = stretch
         verify_ms = [ms * self._seen.factor(width) for width, ms in enumerate(self._verify_ms, start=1)]
@@ -80,9 +80,8 @@ def round_choices(profile: HardwareProfile, seen: LookupAcceptance, context: int
     for least in seen.bins:
         # A proposal goes on: all its tokens before one belong to that one's match.
         matched = range(least.num_matched_tokens, least.num_matched_tokens + costs.most_draft_tokens)
-        alphas = [seen.alpha(Evidence(number, least.agreement)) for number in matched]
-        rate, draft_len = best_prefix(verify_ms, alphas)
-        choices.append(RoundChoice(least.num_matched_tokens, least.agreement, alphas[0], draft_len, rate))
+        rate, draft_len = best_prefix(verify_ms, [seen.alpha(Evidence(number, least.agreement)) for number in matched])
+        choices.append(RoundChoice(least.num_matched_tokens, least.agreement, seen.alpha(least), draft_len, rate))
     return choices
 
 

@@ -37,7 +37,7 @@ def check(pair: ModelPair, profile: HardwareProfile, effort: Effort, clock: Cloc
     prefill = profile.target.prefill
     size = prefill.sizes_tokens[len(prefill.sizes_tokens) // 2]
     context = profile.verify.contexts_tokens[len(profile.verify.contexts_tokens) // 2]
-    draft_len = min(_DRAFT_LEN, profile.verify.sizes_tokens[-1] - 1)
+    draft_len = min(_DRAFT_LEN, profile.widest_draft_len)
     bench = ProbeBench(pair, context + max(size, draft_len + 1), clock)
     probes = [bench.round(width, context) for width in {0, draft_len}]
     probes.append(bench.prefill("target", size, context))

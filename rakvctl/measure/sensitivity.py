@@ -110,7 +110,8 @@ class SensitivityStudy:
         self._max_new_tokens = max_new_tokens
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
         self._clock = clock
-        self.cells = [(draft_len, alpha) for draft_len in DRAFT_LENS for alpha in ALPHAS]
+        measured = [draft_len for draft_len in DRAFT_LENS if draft_len <= profile.longest_draft_len]
+        self.cells = [(draft_len, alpha) for draft_len in measured for alpha in ALPHAS]
 
     def run(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[SensitivityRun]:
         """One execution after another, as many as there are cells for each prompt."""
