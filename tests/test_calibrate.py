@@ -232,8 +232,11 @@ def test_small_models_are_measured_and_checked_within_their_positions(
 
 
 @pytest.mark.parametrize("max_positions", [2, 3, 6])
-def test_tiny_models_are_measured_and_checked_within_their_positions(max_positions: int) -> None:
-    toy = Toy(max_positions=max_positions, draft_costs=None)
+@pytest.mark.parametrize("draft_costs", [DRAFT, None], ids=["draft", "no draft"])
+def test_tiny_models_are_measured_and_checked_within_their_positions(
+    max_positions: int, draft_costs: FakeCosts | None
+) -> None:
+    toy = Toy(max_positions=max_positions, draft_costs=draft_costs)
     profile = toy.calibrated().profile
     assert_curve(profile.verify, Costs("forward", TARGET))
     assert not any(drift.is_stale for drift in check(toy.pair, profile, Effort(budget_s=3.0), toy.clock))

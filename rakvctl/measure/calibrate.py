@@ -82,7 +82,8 @@ def calibrate(
         fingerprint=pair.fingerprint(),
         target=costs["target"],
         verify=curves["verify"],
-        draft=DraftCosts(model=costs["draft"], propose=curves["propose"]) if "draft" in costs else None,
+        # Models of two positions have no room for a draft.
+        draft=DraftCosts(model=costs["draft"], propose=curves["propose"]) if "propose" in curves else None,
         emit_ms=curves["emit"].median_ms[0][0],
         memory_bytes_per_ms=BANDWIDTH_BYTES / curves["memory"].median_ms[0][0],
         acceptance=acceptance,
