@@ -1,5 +1,6 @@
 """The command `kv`: look at the prefixes that outlive the process, check them, clear them away."""
 
+import shlex
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -57,7 +58,9 @@ def kv(
     tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), problems.append, read_only=is_look)
     code = _act(tier, action, as_json) if tier.is_usable or not problems else 1
     if not tier.is_usable and problems:
-        raise RakvError(problems[0].partition(";")[0], "repair its permissions, or remove it: it only holds copies")
+        rebuild = f"rebuild its index with: rakvctl kv verify --kv-dir {shlex.quote(str(kv_dir))}"
+        repair = "repair its permissions, or remove it: it only holds copies"
+        raise RakvError(problems[0].partition(";")[0], rebuild if is_look else repair)
     for problem in problems:
         render.print_note(problem)
     return code

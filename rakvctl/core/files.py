@@ -25,15 +25,16 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
         path.write_bytes(b"".join(pieces))  # a device or a pipe: there is nothing to replace
         return
     unfinished = path.parent / f".{path.name[:80]}-{secrets.token_hex(4)}"
-    # With the mode that the user's umask gives new files.
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    mode = path.stat().st_mode & 0o777 if path.exists() else None
+    # The system applies the user's umask to new files. A private file stays private while it is written.
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
         with open(descriptor, "wb") as stream:
             stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
-        if path.exists():
-            os.chmod(unfinished, path.stat().st_mode & 0o777)
+        if mode is not None:
+            os.chmod(unfinished, mode)
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)

@@ -124,8 +124,8 @@ def _probes(bench: ProbeBench, roles: Sequence[Role], grid: Grid) -> Iterator[Pr
 
 
 def _load_probes(bench: ProbeBench, disk: DiskTier | None, grid: Grid, files: ExitStack) -> Iterator[Probe]:
-    """Reading stored states where a directory for them was named, with the file in the system's memory and without."""
-    if disk is None:
+    """Reading an entry from the persistent prefix cache, if files may be made there, out of the page cache and not."""
+    if disk is None or disk.is_read_only:
         return
     path = files.enter_context(disk.scratch_file())
     bench.write_states(path, grid.prefill_tokens[-1])

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
+from rakvctl.core.prefixes import prompt_digest
+
 _WAIT_SECONDS = 60.0
 _SCHEMA_VERSION = 2
 # Statements are separated by blank lines. Triggers keep the sums, so that no table is scanned to know them; neither
@@ -55,6 +59,8 @@ CREATE TRIGGER text_removed AFTER DELETE ON texts
 """
 _KEY = re.compile(r"[0-9a-f]{24}")
 _TOKEN_BYTES = 8
+# A time beyond these seconds since the epoch is none.
+_LAST_SECONDS = 1e11
 # Codes that speak of the file's content. While the file is opened, SQLITE_ERROR does too: it says that tables lack.
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
@@ -159,7 +165,12 @@ class Index:
     def oldest(self) -> tuple[str, int] | None:
         """Key and size of the least recently used entry."""
         found = self._execute("SELECT key, num_bytes FROM entries ORDER BY last_used LIMIT 1")
-        return (str(found[0][0]), int(found[0][1])) if found else None
+        if not found:
+            return None
+        key, num_bytes = found[0]
+        if not is_key(key) or not isinstance(num_bytes, int):
+            raise DamagedIndexError("a row of the index is damaged")
+        return key, num_bytes
 
     def get(self, key: str) -> Row | None:
         """One entry."""
@@ -191,7 +202,13 @@ class Index:
 
     def num_bytes(self) -> int:
         """What the files of all entries take."""
-        return int(self._execute("SELECT entry_bytes FROM sums")[0][0])
+        return self._sum("entry_bytes")
+
+    def _sum(self, name: str) -> int:
+        found = self._execute(f"SELECT {name} FROM sums")  # noqa: S608
+        if len(found) != 1 or not isinstance(found[0][0], int):
+            raise DamagedIndexError("the sums of the index are damaged")
+        return int(found[0][0])
 
     def own_bytes(self) -> int:
         """What the index itself takes, texts included; it shrinks as they are removed."""
@@ -206,19 +223,20 @@ class Index:
             "INSERT INTO texts VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET last_used = excluded.last_used",
             key, model_key, token_ids, time.time(),
         )  # fmt: skip
-        while self._execute("SELECT text_bytes FROM sums")[0][0] > max_bytes:
+        while self._sum("text_bytes") > max_bytes:
             oldest = self._execute("SELECT rowid FROM texts ORDER BY last_used LIMIT 1")
             if not oldest:
                 break
             self._execute("DELETE FROM texts WHERE rowid = ?", *oldest[0])
 
     def texts(self, model_key: str) -> Iterator[bytes]:
-        """Token ids of the texts of a model, the latest first; read one by one."""
-        query = "SELECT token_ids FROM texts WHERE model_key = ? ORDER BY last_used DESC"
+        """Token ids of the texts of a model, the latest first; read one by one. Damaged texts are skipped."""
+        query = "SELECT key, token_ids FROM texts WHERE model_key = ? ORDER BY last_used DESC"
         with _damage_told(), closing(self._connection.execute(query, (model_key,))) as found:
-            for (ids,) in found:
-                if isinstance(ids, bytes) and len(ids) % _TOKEN_BYTES == 0:
-                    yield ids
+            for key, content in found:
+                # The key is the only checksum of a text.
+                if _is_ids(content) and prompt_digest(model_key, np.frombuffer(content, dtype="<i8")).hex() == key:
+                    yield content
 
     def num_texts(self) -> int:
         """Texts of all models."""
@@ -268,10 +286,14 @@ def _row(values: Any) -> Row | None:
         is_key(key)
         and isinstance(bucket, str)
         and isinstance(model_key, str)
-        and isinstance(token_ids, bytes)
-        and len(token_ids) % _TOKEN_BYTES == 0
+        and _is_ids(token_ids)
         and isinstance(num_bytes, int)
         and num_bytes >= 0
         and isinstance(last_used, float)
+        and 0 <= last_used <= _LAST_SECONDS
     )
     return Row(*values) if is_valid else None
+
+
+def _is_ids(content: object) -> bool:
+    return isinstance(content, bytes) and len(content) % _TOKEN_BYTES == 0

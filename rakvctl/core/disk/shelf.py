@@ -5,6 +5,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,8 @@ _SUFFIX, _UNFINISHED_PREFIX = ".safetensors", ".unfinished-"
 _UNFINISHED, _SCRATCH = (re.compile(rf"{re.escape(start)}\w{{8}}") for start in (_UNFINISHED_PREFIX, SCRATCH_PREFIX))
 # What one more entry adds to the index, beside its token ids, and to the index's journal while that is written.
 _ROW_BYTES = 2**14
-# A scratch file of a process that was killed; one in use is younger.
-_SCRATCH_SECONDS = 3600.0
+# A scratch file of a process that was killed; one in use is younger, however large the --budget.
+_SCRATCH_SECONDS = 86_400.0
 
 
 class Shelf:
@@ -110,12 +111,12 @@ class Shelf:
         """
         with self.index.writing():
             self.index.drop_invalid()
-            lacking = set(self.index.keys())
+            lacking = {row.key: row for row in self.index.by_recency()}
             for path in sorted(self._entries.iterdir()):
                 if _UNFINISHED.fullmatch(path.name):
                     _remove_file(path)
                 elif _is_entry(path) and path.stem in lacking:
-                    lacking.remove(path.stem)
+                    self._correct_size(lacking.pop(path.stem), path)
                 elif _is_entry(path):
                     self._adopt(path, on_damage)
             for key in lacking:
@@ -156,8 +157,20 @@ class Shelf:
             if entry is not None:
                 self.index.put(_row(entry, path.stat().st_size))
 
+    def _correct_size(self, row: Row, path: Path) -> None:
+        """Let the index have the size that the file has: the budget is kept by it."""
+        num_bytes = path.lstat().st_size
+        if row.num_bytes != num_bytes:
+            self.index.put(replace(row, num_bytes=num_bytes))
+
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict the least recently used entries until so much more fits; False, and none evicted, if it never will."""
+        """Evict the least recently used entries until so much more fits; False, and none evicted, if it never will.
+
+        While this process writes, what is unfinished is of processes that were killed.
+        """
+        for path in self._entries.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                _remove_file(path)
         room = self.budget_bytes - self.index.own_bytes() - num_bytes
         if num_bytes and room < 0:
             return False
@@ -166,8 +179,7 @@ class Shelf:
             if oldest is None:
                 break
             self.index.remove(oldest[0])
-            if is_key(oldest[0]):
-                _remove_file(self.path(oldest[0]))
+            _remove_file(self.path(oldest[0]))
         return True
 
     def _remove_scratch_files(self) -> None:

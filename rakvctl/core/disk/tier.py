@@ -3,10 +3,11 @@
 What takes time and is not needed for an answer waits for `settle`.
 """
 
+import os
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +15,16 @@ from typing import TypeVar
 import numpy as np
 
 from rakvctl.core.disk.index import DamagedIndexError, Row
-from rakvctl.core.disk.places import claim_directory, inspect_directory, is_in_page_cache, make_private_directory
+from rakvctl.core.disk.places import (
+    MARKER_NAME,
+    claim_directory,
+    inspect_directory,
+    is_in_page_cache,
+    make_private_directory,
+)
 from rakvctl.core.disk.shelf import ENTRIES_NAME, INDEX_FILES, INDEX_NAME, SCRATCH_PREFIX, Shelf, ids_of
 from rakvctl.core.errors import DamagedEntryError, first_line
+from rakvctl.core.files import only_process
 from rakvctl.core.prefixes import bucket_digest, common_prefix_length, prompt_digest
 from rakvctl.core.types import BUCKET_TOKENS, PrefixEntry
 
@@ -53,7 +61,7 @@ class DiskTier:
         else:
             claim_directory(directory)
             make_private_directory(directory / ENTRIES_NAME)
-        self._read_only = read_only
+        self.is_read_only = read_only
         self.budget_bytes = budget_bytes
         self._directory = directory
         self._notify = notify
@@ -62,6 +70,8 @@ class DiskTier:
         self._used: set[str] = set()
         self._given_up: set[str] = set()
         self._texts: list[tuple[str, np.ndarray]] = []
+        self._index_id: tuple[int, int] | None = None
+        self._shelf: Shelf | None = None
         self._shelf = self._opened()
 
     def find(self, model_key: str, ids: np.ndarray) -> Found | None:
@@ -77,7 +87,7 @@ class DiskTier:
                     raise DamagedEntryError("an entry is of another model than the index says")
             except DamagedEntryError as error:
                 self._warn(str(error))
-                if not self._read_only:
+                if not self.is_read_only:
                     shelf.drop(row.key)
                 continue
             length = common_prefix_length(entry.token_ids, ids) if entry is not None else 0
@@ -89,7 +99,7 @@ class DiskTier:
         """Give up an entry that turned out to be damaged, also where it cannot be removed."""
         self._warn(why)
         self._given_up.add(_key(entry))
-        if not self._read_only:
+        if not self.is_read_only:
             self._attempt(lambda shelf: shelf.drop(_key(entry)), None)
 
     def offer(self, entry: PrefixEntry) -> None:
@@ -108,7 +118,7 @@ class DiskTier:
         """Do what was put off: clear up after a crash, write, evict, note what was used."""
         offered, used, texts = self._offered, self._used, self._texts
         self._offered, self._used, self._texts = [], set(), []
-        if self._read_only:
+        if self.is_read_only:
             return
         self._attempt(lambda shelf: self._settle(shelf, offered, used, texts), None)
 
@@ -168,17 +178,17 @@ class DiskTier:
         """A checkpoint's digest by its whole content: computed once for files of this identity."""
         known = self._attempt(lambda shelf: shelf.index.weights_digest(identity), None)
         digest = known or compute()
-        if known is None and not self._read_only:
+        if known is None and not self.is_read_only:
             self._attempt(lambda shelf: shelf.index.keep_weights_digest(identity, digest), None)
         return digest
 
     def _opened(self) -> Shelf | None:
         was_there = (self._directory / INDEX_NAME).exists()
-        if self._read_only and not was_there:
+        if self.is_read_only and not was_there:
             return None
-        has_entries = not self._read_only and any((self._directory / ENTRIES_NAME).iterdir())
+        has_entries = not self.is_read_only and any((self._directory / ENTRIES_NAME).iterdir())
         try:
-            shelf = Shelf(self._directory, self.budget_bytes, read_only=self._read_only)
+            shelf = self._make_shelf()
         except _FAILURES as error:
             return self._reopened(error)
         if has_entries and not was_there:
@@ -192,22 +202,49 @@ class DiskTier:
         try:
             return operation(self._shelf)
         except _FAILURES as error:
-            self._shelf.index.close()
             self._shelf = self._reopened(error)
             return otherwise
 
     def _reopened(self, error: Exception) -> Shelf | None:
         """A new index in place of a damaged one, made of the entries' files; or nothing for this process."""
         self._warn(getattr(error, "strerror", None) or first_line(error))
-        if self._read_only or not isinstance(error, DamagedIndexError):
+        if self.is_read_only or not isinstance(error, DamagedIndexError):
+            self.close()
             return None
         self._is_swept = False
         try:
-            for name in INDEX_FILES:
-                (self._directory / name).unlink(missing_ok=True)
-            return Shelf(self._directory, self.budget_bytes)
+            # Another process that saw the damage may have put a new index there, and filled it.
+            with only_process(self._directory / MARKER_NAME):
+                return self._with_new_index()
         except _FAILURES:
             return None
+
+    def _with_new_index(self) -> Shelf:
+        """Open the index that another process has made in place of the damaged one, or make one."""
+        was_open = self._shelf is not None
+        is_the_same = self._present_index_id() == self._index_id
+        # Not before the look, as long as its inode cannot be another file's.
+        self.close()
+        if not (was_open and is_the_same):
+            with suppress(DamagedIndexError):
+                return self._make_shelf()
+        for name in INDEX_FILES:
+            (self._directory / name).unlink(missing_ok=True)
+        return self._make_shelf()
+
+    def _make_shelf(self) -> Shelf:
+        """Open the index, and note which file it is."""
+        shelf = Shelf(self._directory, self.budget_bytes, read_only=self.is_read_only)
+        self._index_id = self._present_index_id()
+        return shelf
+
+    def _present_index_id(self) -> tuple[int, int] | None:
+        """Device and inode of the index that is there now."""
+        try:
+            status = os.lstat(self._directory / INDEX_NAME)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
