@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,12 +91,18 @@ class Shelf:
             finally:
                 unfinished.unlink(missing_ok=True)
 
-    def add_texts(self, texts: Iterable[tuple[str, np.ndarray]], max_bytes: int) -> None:
-        """Keep prompts with their completions, each with its model's key, within `max_bytes` of the budget."""
+    def record(self, used: Iterable[str], texts: Collection[tuple[str, np.ndarray]], max_bytes: int) -> None:
+        """Note which entries were used, by key, and keep prompts with their completions, each with its model's key.
+
+        Texts take `max_bytes` of the budget at most. All of it is one commit, which waits for the disk.
+        """
         with self.index.writing():
+            for key in used:
+                self.index.touch(key)
             for model_key, ids in texts:
                 self.index.add_text(prompt_digest(model_key, ids).hex(), model_key, ids.tobytes(), max_bytes)
-            self._make_room(0)
+            if texts:
+                self._make_room(0)
 
     def drop(self, key: str) -> None:
         """Remove an entry."""

@@ -130,12 +130,8 @@ class DiskTier:
             self._is_swept = True
         for entry in offered:
             shelf.publish(entry)
-        if used:
-            with shelf.index.writing():
-                for key in used:
-                    shelf.index.touch(key)
-        if texts:
-            shelf.add_texts(texts, self.budget_bytes // _TEXTS_PART)
+        if used or texts:
+            shelf.record(used, texts, self.budget_bytes // _TEXTS_PART)
 
     @property
     def is_usable(self) -> bool:
