@@ -14,7 +14,7 @@ from rakvctl.cli.page import counted, make_table, open_page
 from rakvctl.core.errors import RakvError, UsageError
 
 if TYPE_CHECKING:
-    from rakvctl.core.disk.index import Row
+    from rakvctl.core.disk.rows import Row
     from rakvctl.core.disk.tier import DiskTier
 
 

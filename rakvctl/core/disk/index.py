@@ -1,18 +1,17 @@
 """The index of the persistent prefix cache: a SQLite file that processes share, found by digest, evicted by recency."""
 
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
+from rakvctl.core.disk.rows import DamagedIndexError, Row, damage_told, is_ids, is_key, valid_row
 from rakvctl.core.prefixes import prompt_digest
 
 _WAIT_SECONDS = 60.0
@@ -57,37 +56,8 @@ CREATE TRIGGER text_removed AFTER DELETE ON texts
 
 
 """
-_KEY = re.compile(r"[0-9a-f]{24}")
-_TOKEN_BYTES = 8
-# A time beyond these seconds since the epoch is none.
-_LAST_SECONDS = 1e11
-# Codes that speak of the file's content. While the file is opened, SQLITE_ERROR does too: it says that tables lack.
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
-
-
-class DamagedIndexError(Exception):
-    """The index is not as this version writes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An entry as the index has it. `token_ids`: int64 bytes; `last_used`: seconds since the epoch."""
-
-    key: str
-    bucket: str
-    model_key: str
-    token_ids: bytes
-    num_bytes: int
-    last_used: float
-
-
 # Queries are put together of our own names only; values are always bound.
 _COLUMNS = "key, bucket, model_key, token_ids, num_bytes, last_used"
-
-
-def is_key(text: object) -> bool:
-    """Whether something is an entry's name: the hexadecimal digest of a prompt, and never a path."""
-    return isinstance(text, str) and _KEY.fullmatch(text) is not None
 
 
 class Index:
@@ -109,7 +79,7 @@ class Index:
         # Out of a damaged file comes text of any kind; rows are validated.
         self._connection.text_factory = lambda content: content.decode("utf-8", "replace")
         try:
-            with _damage_told(sqlite3.SQLITE_ERROR):
+            with damage_told(sqlite3.SQLITE_ERROR):
                 self._prepare(read_only)
         except BaseException:
             self._connection.close()
@@ -117,7 +87,9 @@ class Index:
 
     def _prepare(self, read_only: bool) -> None:
         """Make the tables in an empty file, and look at all of them."""
-        self._connection.execute("PRAGMA synchronous = NORMAL")
+        # A commit does not wait for the disk: what a loss of power damages is seen as damage, and made anew of the
+        # entries' files, which do.
+        self._connection.execute("PRAGMA synchronous = OFF")
         if self._version() == 0 and not read_only:
             self._connection.execute("PRAGMA auto_vacuum = FULL")
             with self.writing():
@@ -147,7 +119,7 @@ class Index:
         except BaseException:
             self._connection.rollback()
             raise
-        with _damage_told():
+        with damage_told():
             self._connection.commit()
 
     def in_bucket(self, bucket: str) -> list[Row]:
@@ -193,7 +165,7 @@ class Index:
     def drop_invalid(self) -> None:
         """Remove rows that this program cannot have written, and add the sums up anew; within `writing`."""
         for rowid, *values in self._execute(f"SELECT rowid, {_COLUMNS} FROM entries"):  # noqa: S608
-            if _row(values) is None:
+            if valid_row(values) is None:
                 self._execute("DELETE FROM entries WHERE rowid = ?", rowid)
         self._execute(
             "UPDATE sums SET entry_bytes = (SELECT COALESCE(SUM(num_bytes), 0) FROM entries),"
@@ -232,10 +204,10 @@ class Index:
     def texts(self, model_key: str) -> Iterator[bytes]:
         """Token ids of the texts of a model, the latest first; read one by one. Damaged texts are skipped."""
         query = "SELECT key, token_ids FROM texts WHERE model_key = ? ORDER BY last_used DESC"
-        with _damage_told(), closing(self._connection.execute(query, (model_key,))) as found:
+        with damage_told(), closing(self._connection.execute(query, (model_key,))) as found:
             for key, content in found:
                 # The key is the only checksum of a text.
-                if _is_ids(content) and prompt_digest(model_key, np.frombuffer(content, dtype="<i8")).hex() == key:
+                if is_ids(content) and prompt_digest(model_key, np.frombuffer(content, dtype="<i8")).hex() == key:
                     yield content
 
     def num_texts(self) -> int:
@@ -258,42 +230,8 @@ class Index:
 
     def _rows(self, clause: str, *values: str) -> list[Row]:
         found = self._execute(f"SELECT {_COLUMNS} FROM entries {clause}", *values)  # noqa: S608
-        return [row for row in map(_row, found) if row is not None]
+        return [row for row in map(valid_row, found) if row is not None]
 
     def _execute(self, statement: str, *values: object) -> list[Any]:
-        with _damage_told():
+        with damage_told():
             return self._connection.execute(statement, values).fetchall()
-
-
-@contextmanager
-def _damage_told(*more_codes: int) -> Iterator[None]:
-    """Turn what SQLite says of a file's content into DamagedIndexError; what it says of our queries stays an error."""
-    try:
-        yield
-    except UnicodeDecodeError as error:  # a message of SQLite's that quotes the file
-        raise DamagedIndexError("the index cannot be read") from error
-    except sqlite3.DatabaseError as error:
-        # The lower eight bits are the primary code.
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE.union(more_codes):
-            raise DamagedIndexError(str(error)) from error
-        raise
-
-
-def _row(values: Any) -> Row | None:
-    """A row of the table, where this program can have written it."""
-    key, bucket, model_key, token_ids, num_bytes, last_used = values
-    is_valid = (
-        is_key(key)
-        and isinstance(bucket, str)
-        and isinstance(model_key, str)
-        and _is_ids(token_ids)
-        and isinstance(num_bytes, int)
-        and num_bytes >= 0
-        and isinstance(last_used, float)
-        and 0 <= last_used <= _LAST_SECONDS
-    )
-    return Row(*values) if is_valid else None
-
-
-def _is_ids(content: object) -> bool:
-    return isinstance(content, bytes) and len(content) % _TOKEN_BYTES == 0

@@ -126,6 +126,15 @@ def refuse_what_is_no_file(path: Path, max_bytes: int) -> int:
     return status.st_size
 
 
+def file_id(path: Path) -> tuple[int, int] | None:
+    """What tells a file from any other while it exists; None where there is none."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def is_in_page_cache(path: Path, num_samples: int = 8) -> bool:
     """Whether a file's content lies in memory already, by some samples; False where the system does not tell."""
     if not hasattr(os, "RWF_NOWAIT"):

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from rakvctl.core.disk.entry_file import EntryFile, most_file_bytes, read_entry, write_entry
-from rakvctl.core.disk.index import Index, Row, is_key
+from rakvctl.core.disk.index import Index
+from rakvctl.core.disk.rows import Row, is_key
 from rakvctl.core.errors import DamagedEntryError
 from rakvctl.core.prefixes import bucket_digest, prompt_digest
 from rakvctl.core.types import PrefixEntry
@@ -94,7 +95,7 @@ class Shelf:
     def record(self, used: Iterable[str], texts: Collection[tuple[str, np.ndarray]], max_bytes: int) -> None:
         """Note which entries were used, by key, and keep prompts with their completions, each with its model's key.
 
-        Texts take `max_bytes` of the budget at most. All of it is one commit, which waits for the disk.
+        Texts take `max_bytes` of the budget at most.
         """
         with self.index.writing():
             for key in used:

@@ -3,7 +3,6 @@
 What takes time and is not needed for an answer waits for `settle`.
 """
 
-import os
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,14 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from rakvctl.core.disk.index import DamagedIndexError, Row
 from rakvctl.core.disk.places import (
     MARKER_NAME,
     claim_directory,
+    file_id,
     inspect_directory,
     is_in_page_cache,
     make_private_directory,
 )
+from rakvctl.core.disk.rows import DamagedIndexError, Row
 from rakvctl.core.disk.shelf import ENTRIES_NAME, INDEX_FILES, INDEX_NAME, SCRATCH_PREFIX, Shelf, ids_of
 from rakvctl.core.errors import DamagedEntryError, first_line
 from rakvctl.core.files import only_process
@@ -217,11 +217,10 @@ class DiskTier:
 
     def _with_new_index(self) -> Shelf:
         """Open the index that another process has made in place of the damaged one, or make one."""
-        was_open = self._shelf is not None
-        is_the_same = self._present_index_id() == self._index_id
-        # Not before the look, as long as its inode cannot be another file's.
+        # While it is open, no other file can have its inode.
+        is_the_same = self._shelf is not None and file_id(self._directory / INDEX_NAME) == self._index_id
         self.close()
-        if not (was_open and is_the_same):
+        if not is_the_same:
             with suppress(DamagedIndexError):
                 return self._make_shelf()
         for name in INDEX_FILES:
@@ -231,16 +230,8 @@ class DiskTier:
     def _make_shelf(self) -> Shelf:
         """Open the index, and note which file it is."""
         shelf = Shelf(self._directory, self.budget_bytes, read_only=self.is_read_only)
-        self._index_id = self._present_index_id()
+        self._index_id = file_id(self._directory / INDEX_NAME)
         return shelf
-
-    def _present_index_id(self) -> tuple[int, int] | None:
-        """Device and inode of the index that is there now."""
-        try:
-            status = os.lstat(self._directory / INDEX_NAME)
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
