@@ -115,7 +115,7 @@ def _server(
     gc.collect()
     gc.freeze()
     gc.enable()
-    yield LocalServer(runtime)
+    yield LocalServer(runtime, notify)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from rakvctl.cli import render
 from rakvctl.cli.options import InputFormat
 from rakvctl.cli.prompt_files import STDIN, Piece, file_status, open_file
 from rakvctl.core.errors import RequestError, UsageError
-from rakvctl.core.serving import Job, PromptId
+from rakvctl.core.serving import Job, PromptId, attempt
 from rakvctl.core.text import Message, TextCodec
 from rakvctl.core.types import Request, SamplingParams
 
@@ -132,10 +133,11 @@ def jobs(prompts: Iterator[Prompt | BadPrompt], codec: TextCodec, chat: bool | N
 def _request(prompt: Prompt | BadPrompt, codec: TextCodec, chat: bool | None) -> Request | RequestError:
     if isinstance(prompt, BadPrompt):
         return prompt.error
-    try:
-        return Request(encode(prompt.content, codec, chat), prompt.sampling)
-    except RequestError as error:
-        return error
+    return attempt(
+        lambda: Request(encode(prompt.content, codec, chat), prompt.sampling),
+        "encoding the prompt",
+        debugging=render.debugging(),
+    )
 
 
 def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams) -> Prompt | BadPrompt:

@@ -152,11 +152,16 @@ class TextWriter:
         """End the text's last line."""
         if not self._last_piece:
             self.text("\n")
-        elif not self._last_piece.endswith("\n"):
+        self._end_text()
+
+    def _end_text(self) -> None:
+        if not self._last_piece.endswith("\n"):
             write_out(self._stream, "\n")
         self._last_piece = ""
         self._num_written += 1
 
     def failed(self, prompt_id: PromptId, error: RakvError) -> None:
-        """Errors are no results: they go to stderr."""
+        """Errors are no results: they go to stderr. A text that broke off ends its line."""
+        if self._last_piece:
+            self._end_text()
         print_error(f"prompt {prompt_id}: {error.message}" if self._several else error.message, error.hint)

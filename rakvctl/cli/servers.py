@@ -7,9 +7,10 @@ from typing import Protocol
 
 from rakvctl.cli import render
 from rakvctl.cli.page import counted
+from rakvctl.core.models import Notify
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.seams import EngineInfo
-from rakvctl.core.serving import Answer, Job, serve
+from rakvctl.core.serving import Answer, Job, serve, settle
 from rakvctl.core.text import TextCodec
 from rakvctl.fleet.fleet import Fleet
 
@@ -33,8 +34,10 @@ class Server(Protocol):
 class LocalServer:
     """This process; text comes piece by piece."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, notify: Notify) -> None:
+        """`notify` hears of what could not be kept for later processes."""
         self._runtime = runtime
+        self._notify = notify
 
     @property
     def codec(self) -> TextCodec:
@@ -48,9 +51,10 @@ class LocalServer:
 
     def answers(self, jobs: Iterator[Job], on_text: Callable[[str], None]) -> Iterator[Answer]:
         """One after another; what an answer's reader need not wait for is done after it was taken."""
+        debugging = render.debugging()
         for job in jobs:
-            yield Answer(job.prompt_id, serve(self._runtime, job.request, on_text, debugging=render.debugging()))
-            self._runtime.settle()
+            yield Answer(job.prompt_id, serve(self._runtime, job.request, on_text, debugging=debugging))
+            settle(self._runtime, self._notify, debugging=debugging)
 
 
 class FleetServer:

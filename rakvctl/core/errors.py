@@ -20,7 +20,7 @@ class DamagedEntryError(Exception):
     """A stored prefix is not as it was written, so the request goes without it."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception of somebody else's says, in one line; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

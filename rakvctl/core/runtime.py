@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -151,11 +152,13 @@ class Runtime:
         events: list[StepEvent] = []
         ttft_ms = 0.0
         verifier = make_verifier(request.sampling, self.near_tie)
-        for event in decode(sequence, speculator, logits, self._target, verifier):
-            if not events:
-                ttft_ms = (self._clock() - started) * 1e3
-                self._start_drafting(speculator, plan, prompt)
-            events.append(event)
+        # Closed here: a loop that is left half-way must not roll back while the next request runs.
+        with closing(decode(sequence, speculator, logits, self._target, verifier)) as steps:
+            for event in steps:
+                if not events:
+                    ttft_ms = (self._clock() - started) * 1e3
+                    self._start_drafting(speculator, plan, prompt)
+                events.append(event)
         total_ms = (self._clock() - started) * 1e3
 
         if stored_logits is not None:
@@ -179,6 +182,12 @@ class Runtime:
             self._experience.remember(sequence.token_ids)
             self._store.remember_text(self._target.model_key, sequence.token_ids)
         return completion
+
+    def clear(self) -> None:
+        """Empty the KV caches of target and draft, after a request that failed."""
+        self._target.rollback(0)
+        if self._drafter is not None:
+            self._drafter.rollback(0)
 
     def settle(self) -> None:
         """Do what nobody waits for, between requests and at the end: what is stored on a disk is written now."""

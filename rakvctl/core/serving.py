@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rakvctl.core.errors import RequestError, first_line
+from rakvctl.core.errors import RakvError, RequestError, first_line
 from rakvctl.core.runtime import Runtime
 from rakvctl.core.types import Completion, Request
 
 PromptId = str | int
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,29 @@ class Answer:
     worker: int | None = None
 
 
+def attempt(operation: Callable[[], Result], doing: str, *, debugging: bool = False) -> Result | RequestError:
+    """The result of an operation on one prompt; an error of any class becomes the error of that prompt.
+
+    KeyboardInterrupt and SystemExit end the run. `debugging` raises what is not a RequestError.
+    """
+    try:
+        return operation()
+    except RequestError as error:
+        return error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # Engines and tokenizers are third-party code: a panic in the tokenizer's Rust code is not even an `Exception`.
+    except BaseException as error:
+        if debugging:
+            raise
+        if isinstance(error, RakvError):
+            return RequestError(error.message, error.hint)
+        return RequestError(
+            f"{type(error).__name__} while {doing}: {first_line(error)}",
+            "RAKVCTL_DEBUG=1 stops there and shows where",
+        )
+
+
 def serve(
     runtime: Runtime,
     request: Request | RequestError,
@@ -34,20 +59,38 @@ def serve(
     *,
     debugging: bool = False,
 ) -> Completion | RequestError:
-    """Serve one prompt. Where the engine gives up, as for want of memory, that is an error of this prompt alone.
+    """Serve one prompt. Where the engine fails, as for want of memory, that is an error of this prompt alone.
 
-    `debugging` raises what nobody expected instead.
+    Raises what `on_text` raises: output that cannot be written fails for every prompt. `debugging` raises what nobody
+    expected instead of returning it.
     """
     if isinstance(request, RequestError):
         return request
-    try:
-        return runtime.run(request, on_text)
-    except RequestError as error:
-        return error
-    except (RuntimeError, MemoryError, IndexError, ValueError) as error:
-        if debugging:
+    output_errors: list[BaseException] = []
+
+    def write(piece: str) -> None:
+        try:
+            on_text(piece)
+        except BaseException as error:
+            output_errors.append(error)
             raise
-        return RequestError(
-            f"{type(error).__name__} while generating: {first_line(error)}",
-            "RAKVCTL_DEBUG=1 stops there and shows where",
-        )
+
+    outcome = attempt(lambda: runtime.run(request, write), "generating", debugging=debugging)
+    if output_errors:
+        raise output_errors[0]
+    return _after_failure(runtime, outcome, debugging) if isinstance(outcome, RequestError) else outcome
+
+
+def _after_failure(runtime: Runtime, error: RequestError, debugging: bool) -> RequestError:
+    """Clear the KV caches for the next prompt; where that fails too, the error says so."""
+    problem = attempt(runtime.clear, "clearing the KV caches", debugging=debugging)
+    if isinstance(problem, RequestError):
+        return RequestError(f"{error.message}; its KV caches could not be cleared: {problem.message}", error.hint)
+    return error
+
+
+def settle(runtime: Runtime, notify: Callable[[str], None], *, debugging: bool = False) -> None:
+    """Write what was put off; `notify` hears of what fails, which costs no prompt its answer."""
+    problem = attempt(runtime.settle, "writing to the persistent prefix cache", debugging=debugging)
+    if isinstance(problem, RequestError):
+        notify(f"{problem.message}; {problem.hint}")

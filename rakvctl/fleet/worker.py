@@ -1,6 +1,7 @@
 """A worker: one runtime in a process of its own, on whatever node it finds itself."""
 
 import gc
+import logging
 import socket
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from rakvctl.core.errors import RakvError, RequestError
 from rakvctl.core.hardware import processor_name
 from rakvctl.core.models import Notify
 from rakvctl.core.runtime import Runtime
-from rakvctl.core.serving import serve
+from rakvctl.core.serving import serve, settle
 from rakvctl.core.types import Completion
 from rakvctl.fleet.events import Task, WorkerInfo
 
@@ -41,5 +42,6 @@ class Worker:
         if self._runtime is None:
             return None
         outcome = serve(self._runtime, task.request, debugging=self._debugging)
-        self._runtime.settle()
+        # Ray keeps what a worker logs on its node.
+        settle(self._runtime, logging.getLogger(__name__).warning, debugging=self._debugging)
         return outcome
