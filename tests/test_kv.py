@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rakvctl.core import kv
 from rakvctl.core.backends.fake import FakeSnapshot
 from rakvctl.core.backends.torch_hf import TorchBackend
 from rakvctl.core.engine import Engine
@@ -239,6 +240,66 @@ def test_a_pass_that_fails_half_way_leaves_no_trace(layer: int, cached: int) -> 
         engine.verify(lost)
     assert engine.length == cached
     assert_close(scores(engine, [5, 6, 7]), uncached([*token_ids, 5, 6, 7])[cached:])
+
+
+@contextmanager
+def failing_allocation(number: int) -> Iterator[None]:
+    """The `number`-th buffer from now on finds no memory, counted from 0: keys and values of each layer in turn."""
+    allocate, left = kv._zeros_like, [number]
+
+    def fail_once(states: torch.Tensor, capacity: int) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("not enough memory")
+        return allocate(states, capacity)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kv, "_zeros_like", fail_once)
+        yield
+    assert left[0] < 0
+
+
+NUM_BUFFERS = 2 * MODEL.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("number", range(NUM_BUFFERS))
+@pytest.mark.parametrize("cached", [0, 1, 60])
+def test_buffers_that_find_no_memory_leave_the_cache_as_it_was(cached: int, number: int) -> None:
+    """Whichever buffer it is: the content stands, and passes that fit or find memory later are right."""
+    token_ids, many = random_tokens(cached), random_tokens(LONG, seed=1)
+    engine = make_engine()
+    if token_ids:
+        engine.prefill(token_ids)
+    with failing_allocation(number), pytest.raises(RuntimeError, match="not enough memory"):
+        engine.verify(many)
+    assert engine.length == cached
+    assert_close(scores(engine, [5, 6, 7]), uncached([*token_ids, 5, 6, 7])[cached:])
+    assert_close(scores(engine, many), uncached([*token_ids, 5, 6, 7, *many])[cached + 3 :])
+
+
+@pytest.mark.parametrize("number", range(NUM_BUFFERS))
+def test_the_announced_size_stays_right_where_only_some_buffers_have_grown(number: int) -> None:
+    engine = make_engine()
+    engine.prefill(random_tokens(60))
+    with failing_allocation(number), pytest.raises(RuntimeError, match="not enough memory"):
+        engine.reserve(LONG)
+    assert engine.num_bytes(60) == engine.snapshot(60).num_bytes
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("number", range(NUM_BUFFERS))
+def test_a_restore_that_finds_no_memory_leaves_nothing_and_can_be_repeated(number: int, is_used: bool) -> None:
+    token_ids = random_tokens(LONG)
+    first, second = make_engine(), make_engine()
+    first.prefill(token_ids)
+    snapshot = first.snapshot(LONG)
+    if is_used:
+        second.prefill(random_tokens(10, seed=1))
+    with failing_allocation(number), pytest.raises(RuntimeError, match="not enough memory"):
+        second.restore(snapshot, LONG)
+    assert second.length == 0
+    second.restore(snapshot, LONG)
+    assert_close(scores(second, [5, 6, 7]), uncached([*token_ids, 5, 6, 7])[LONG:])
 
 
 @pytest.mark.parametrize("length", [-1, 11, 1000])

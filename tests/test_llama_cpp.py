@@ -136,6 +136,38 @@ def test_recurrent_states_keep_what_is_there_too(tmp_path: Path) -> None:
     assert_same(scores, scores_after(load(tmp_path / "mamba.gguf"), IDS[:540]))
 
 
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_a_larger_context_that_is_refused_leaves_the_one_in_use(
+    is_recurrent: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mamba.gguf" if is_recurrent else file
+    if is_recurrent:
+        write_recurrent_gguf(path)
+    backend = load(path)
+    backend.forward(IDS[:100], 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "llama_init_from_model", lambda *_: None)
+        with pytest.raises(ModelError, match="no context of"):
+            backend.cache.reserve(4000)
+    assert backend.cache.length == 100
+    assert_same(backend.forward(IDS[100:101], 1).numpy()[-1], scores_after(load(path), IDS[:101]))
+    backend.cache.reserve(4000)
+    assert_same(backend.forward(IDS[101:102], 1).numpy()[-1], scores_after(load(path), IDS[:102]))
+
+
+def test_recurrent_states_that_a_larger_context_does_not_take_are_not_taken_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recurrent_gguf(tmp_path / "mamba.gguf")
+    backend = load(tmp_path / "mamba.gguf")
+    backend.forward(IDS[:100], 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "llama_state_seq_set_data", lambda *_: 0)
+        with pytest.raises(RuntimeError, match="read 0 of"):
+            backend.cache.reserve(4000)
+    assert backend.cache.length == 0
+
+
 def test_each_position_of_a_pass_has_its_scores_also_where_it_takes_several_batches(backend: LlamaBackend) -> None:
     backend.cache.rollback(0)
     scores = backend.forward(IDS, 600).numpy()

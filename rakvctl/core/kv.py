@@ -53,8 +53,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys = _zeros_like(key_states, self._cache.capacity)
-        self.values = _zeros_like(value_states, self._cache.capacity)
+        capacity = self._cache.capacity
+        self.keys, self.values = _zeros_like(key_states, capacity), _zeros_like(value_states, capacity)
         self.is_initialized = True
 
     def update(
@@ -81,12 +81,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def grow(self, capacity: int, length: int) -> None:
-        """Move the first `length` positions into larger buffers."""
-        if self.is_initialized:
-            keys, values = self.keys, self.values
-            self.keys, self.values = _zeros_like(keys, capacity), _zeros_like(values, capacity)
-            self.keys[:, :, :length] = keys[:, :, :length]
-            self.values[:, :, :length] = values[:, :, :length]
+        """Move the first `length` positions into larger buffers; without memory for them nothing changes."""
+        if self.is_initialized and self.keys.shape[-2] < capacity:
+            keys, values = _zeros_like(self.keys, capacity), _zeros_like(self.values, capacity)
+            keys[:, :, :length] = self.keys[:, :, :length]
+            values[:, :, :length] = self.values[:, :, :length]
+            self.keys, self.values = keys, values
+
+    def bytes_per_token(self) -> int:
+        """Memory that keys and values of one position take; 0 before the first write."""
+        return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[-2] if self.is_initialized else 0
 
 
 def _zeros_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -111,11 +115,14 @@ class TorchKVCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` positions, keeping what is there."""
+        """Make room for `num_tokens` positions, keeping what is there. Raises RuntimeError where memory lacks."""
         if num_tokens > self.capacity:
-            self.capacity = self.num_visible(-(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS)
+            capacity = self.num_visible(-(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS)
+            # Layer by layer, so that old and new buffers of one layer only exist at a time.
             for layer in self.layers:
-                layer.grow(self.capacity, self.length)
+                layer.grow(capacity, self.length)
+            # Only now: had a layer found no memory, the others' larger buffers would do no harm.
+            self.capacity = capacity
 
     def num_visible(self, length: int) -> int:
         """How many positions attention is given when `length` of them count."""
@@ -136,8 +143,8 @@ class TorchKVCache(Cache):  # type: ignore[misc]
 
     def num_bytes(self, num_tokens: int) -> int:
         """Memory that a snapshot of `num_tokens` positions takes."""
-        allocated: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
-        return allocated // self.capacity * num_tokens
+        bytes_per_token: int = sum(layer.bytes_per_token() for layer in self.layers)
+        return bytes_per_token * num_tokens
 
     @torch.inference_mode()
     def snapshot(self, num_tokens: int) -> TorchSnapshot:

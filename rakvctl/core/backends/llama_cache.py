@@ -49,7 +49,10 @@ class LlamaCache:
         self.reserve(_GROWTH_TOKENS)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` positions, keeping what is there. Raises ModelError where there is none."""
+        """Make room for `num_tokens` positions, keeping what is there.
+
+        Raises ModelError where there is none: the context in use, and what it holds, then stay.
+        """
         if num_tokens <= self._capacity:
             return
         capacity, length = -(-num_tokens // _GROWTH_TOKENS) * _GROWTH_TOKENS, self.length
@@ -63,11 +66,13 @@ class LlamaCache:
             # Such states cannot be taken apart.
             states = self._states(_OURS)
             self._move(capacity)
-            api.llama_state_seq_set_data(self.context.pointer, _bytes_of(states), states.nbytes, _OURS)
+            read = api.llama_state_seq_set_data(self.context.pointer, _bytes_of(states), states.nbytes, _OURS)
+            if read != states.nbytes:
+                raise RuntimeError(f"llama.cpp read {read} of {states.nbytes} bytes of states")
             self.length = length
 
     def _move(self, capacity: int) -> None:
-        """Go on in a new context, with nothing."""
+        """Go on in a new context, with nothing; the old one is freed once the new one is there."""
         self.context = self._model.make_context(self._options, capacity, num_sequences=2)
         self._capacity, self.length = capacity, 0
 
@@ -100,9 +105,10 @@ class LlamaCache:
 
     def _copied(self, start: int, end: int) -> np.ndarray:
         api.llama_memory_seq_cp(self.context.memory, _OURS, _COPY, start, end)
-        states = self._states(_COPY)
-        api.llama_memory_seq_rm(self.context.memory, _COPY, 0, _TO_THE_END)
-        return states
+        try:
+            return self._states(_COPY)
+        finally:
+            api.llama_memory_seq_rm(self.context.memory, _COPY, 0, _TO_THE_END)
 
     def _states(self, sequence: int) -> np.ndarray:
         """All of a sequence, as llama.cpp writes it."""
