@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rakvctl.cli.prompt_files import file_status
+from rakvctl.core.descriptors import open_descriptor
 from rakvctl.core.errors import RakvError, UsageError
 from rakvctl.core.files import replace_file
 from rakvctl.core.serving import PromptId
@@ -36,17 +37,22 @@ def _status(path: Path) -> os.stat_result | None:
 def open_output(path: Path) -> TextIO:
     """Open a file for new results, what it holds still in it. Raises RakvError where it cannot be written.
 
-    `empty` it once nothing stands in the way of results any more: a model that is not there costs no results.
+    `empty` it once nothing stands in the way of results any more: a model that is not there costs no results. What the
+    shell has opened, as behind /dev/stdout, is written to from where it is.
     """
     try:
-        return path.open("a", encoding="utf-8", errors="backslashreplace")
+        descriptor = open_descriptor(path)
+        if descriptor is None:
+            return path.open("a", encoding="utf-8", errors="backslashreplace")
+        os.write(descriptor, b"")  # fails where it is open for reading only
+        return open(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _cannot_write(path, error) from error
 
 
 def empty(stream: TextIO, path: Path) -> None:
-    """Drop what a file holds; a device or a pipe holds nothing."""
-    if path.is_file():
+    """Drop what a file holds; a device or a pipe holds nothing, and what the shell has opened is added to."""
+    if path.is_file() and open_descriptor(path) is None:
         stream.truncate(0)
 
 
@@ -54,8 +60,11 @@ def resume_output(path: Path) -> tuple[TextIO, Counter[PromptId]]:
     """Open a file to continue it; with it, how often each id already has a complete record there.
 
     Error records and a line that was cut off half-way are dropped first: their prompts run again. Raises RakvError
-    where the file cannot be written, and UsageError where it holds something else than records.
+    where the file cannot be written, and UsageError where it holds something else than records or the shell has it
+    open: it may not be replaced then.
     """
+    if open_descriptor(path) is not None:
+        raise UsageError(f"--resume cannot go on with {path}, which is already open", "give --out a file of its own")
     finished, is_whole = Counter[PromptId](), True
     try:
         for line, prompt_id in _lines(path):

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rakvctl.core.descriptors import open_descriptor
+
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -18,9 +20,14 @@ except ImportError:  # not on Windows
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file, in one piece or several, in place of what was there: whole, or not at all.
 
-    Who may read it stays as it was. Raises OSError.
+    What this process has open already, as /dev/stdout, is added to. Who may read it stays as it was. Raises OSError.
     """
     pieces = [content] if isinstance(content, bytes) else content
+    already_open = open_descriptor(path)
+    if already_open is not None:
+        with open(already_open, "wb", closefd=False) as stream:
+            stream.writelines(pieces)
+        return
     if path.exists() and not path.is_file():
         path.write_bytes(b"".join(pieces))  # a device or a pipe: there is nothing to replace
         return

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rakvctl.core.descriptors import open_descriptor
 from rakvctl.core.errors import ProfileError, RakvError, first_line
 from rakvctl.core.files import replace_file
 from rakvctl.core.profile import SCHEMA_VERSION, Curve, Fingerprint, HardwareProfile, field_label, foreign_fields
@@ -59,6 +60,10 @@ def refuse_unwritable(path: Path) -> None:
     """Raise RakvError where a profile could not be written, before time is spent on it. Makes missing directories."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_descriptor(path)
+        if descriptor is not None:
+            os.write(descriptor, b"")  # fails where it is open for reading only
+            return
         if path.exists() and not path.is_file() and not path.is_dir():
             return  # a device or a pipe is written in place
         if path.is_dir():

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from rakvctl.core.cost import CostModel
 from rakvctl.core.errors import RakvError
+from rakvctl.core.files import replace_file
 from rakvctl.core.types import Decision, Features
 from rakvctl.measure.results import ArmSummary
 from rakvctl.measure.sensitivity import SensitivityPoint
@@ -107,7 +109,9 @@ def _figure() -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> None:
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix.removeprefix("."))
     try:
-        figure.savefig(path, dpi=150)
+        replace_file(path, drawn.getvalue())
     except OSError as error:
         raise RakvError(f"cannot write {path}: {error.strerror}", "give a file in a writable directory") from error
