@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rakvctl.cli import inputs, outputs, progress, render
+from rakvctl.cli import inputs, interrupts, outputs, progress, render
 from rakvctl.cli.options import (
     AsJson,
     Backend,
@@ -205,6 +205,7 @@ def _check(pair: "ModelPair", choice: Choice, budget: float | None, as_json: boo
         raise ProfileError("there is no profile for this machine and pair", "")
     profile = read_profile(path)
     refuse_foreign(profile, here, str(path))
+    interrupts.raise_from_now_on()
     drifts = check(pair, profile, Effort(budget_s=budget or _CHECK_SECONDS), time.perf_counter)
     stale = [drift for drift in drifts if drift.is_stale]
     if as_json:

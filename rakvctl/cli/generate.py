@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from rakvctl.cli import outputs, progress, render
+from rakvctl.cli import interrupts, outputs, progress, render
 from rakvctl.cli.inputs import PromptSource, jobs, unfinished
 from rakvctl.cli.options import OutputFormat
 from rakvctl.cli.servers import FleetServer, LocalServer, Server
@@ -65,6 +65,7 @@ def generate(
             writer = render.TextWriter(stream, source.several) if as_text else render.JsonlWriter(stream)
             totals = Totals()
             try:
+                interrupts.raise_from_now_on()
                 answers = server.answers(jobs(prompts, server.codec, options.chat), writer.text)
                 with progress.serving(totals, shown=_shows_progress(source, options)) as advance:
                     for answer in answers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rakvctl.cli import render
+from rakvctl.cli import interrupts, render
 from rakvctl.cli.options import AsJson, KVDiskBudget, parse_bytes
 from rakvctl.cli.page import counted, make_table, open_page
 from rakvctl.core.errors import RakvError, UsageError
@@ -68,6 +68,7 @@ def kv(
 
 def _act(tier: "DiskTier", action: KVAction, as_json: bool) -> int:
     """Do it; the exit code."""
+    interrupts.raise_from_now_on()
     if action is KVAction.VERIFY:
         return _verify(tier.verify(), len(tier.rows()), as_json)
     if action is KVAction.CLEAR:

@@ -7,20 +7,25 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rakvctl.cli import interrupts
 from rakvctl.cli.stats import Totals
 
 
 @contextmanager
 def measuring(*, shown: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar with the time left, which appears when something is first measured: a stage's name and its share done."""
+    """A bar with the time left, which appears when something is first measured: a stage's name and its share done.
+
+    From then on Ctrl-C raises KeyboardInterrupt: what was begun is cleared up, and what was measured may be written.
+    """
     if not (shown and sys.stderr.isatty()):
-        yield lambda _stage, _share: None
+        yield lambda _stage, _share: interrupts.raise_from_now_on()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
 
     def update(stage: str, share: float) -> None:
         if not bar.tasks:
+            interrupts.raise_from_now_on()
             bar.start()
             bar.add_task(stage, total=1.0)
         if bar.tasks[0].description != stage:
