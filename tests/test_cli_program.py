@@ -68,10 +68,10 @@ def test_help_that_nobody_reads_is_a_quiet_end(option: str) -> None:
     assert (finished.returncode, finished.stderr) == (0, "")
 
 
-def test_an_interrupt_while_modules_are_imported_is_a_quiet_end(tmp_path: Path) -> None:
+def test_an_interrupt_while_modules_are_imported_exits_130_in_two_lines(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
     finished = start("--help", stdout=subprocess.DEVNULL, pythonpath=str(tmp_path))
-    assert (finished.returncode, finished.stderr) == (130, "")
+    assert (finished.returncode, finished.stderr) == (130, "Error: interrupted\nHint: run the same command again\n")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rakvctl.cli import interrupts, progress
-from tests.profiles import keep_profile
 
 INTERRUPTED = "Error: interrupted\nHint: run the same command again\n"
 # The program; it writes a byte to descriptor 3 once its handling of Ctrl-C has begun.
@@ -109,7 +108,6 @@ def test_other_handlers_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_at_any_moment_an_interrupt_ends_the_program_with_130() -> None:
-    keep_profile()
     started = time.monotonic()
     complete, _ = (process := start(*COMMAND)).communicate()
     life_s, num_moments = time.monotonic() - started, 10
