@@ -1,6 +1,7 @@
 """The command `bench`: our policies and what people would use otherwise, on the same prompts, token by token."""
 
 import gc
+import os
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
@@ -198,7 +199,7 @@ def _workloads(given: list[str], folder: Path | None, limit: int) -> "list[Workl
     """Workloads by name; what is a file is a prompt file."""
     from rakvctl.measure.workloads import load_workload
 
-    return [_from_file(name, limit) if Path(name).is_file() else load_workload(name, folder, limit) for name in given]
+    return [_from_file(name, limit) if os.path.isfile(name) else load_workload(name, folder, limit) for name in given]
 
 
 def _from_file(name: str, limit: int) -> "Workload":

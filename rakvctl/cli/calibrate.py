@@ -1,6 +1,7 @@
 """The command `calibrate`: measure the costs of a pair on this machine, or check what was measured."""
 
 import gc
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -171,7 +172,7 @@ def _measure(
     with progress.measuring(shown=True) as on_progress:
         calibration = measure(pair, effort, time.perf_counter, on_progress, prompts)
     path = out or default_path(calibration.profile.fingerprint)
-    keep(calibration, path)
+    keep(calibration, path, render.print_note)
     num_successors, num_used = len(calibration.successors), calibration.profile.acceptance.num_prompts
     if as_json:
         record = {"path": str(path), "successors": num_successors, "profile": asdict(calibration.profile)}
@@ -201,7 +202,7 @@ def _check(pair: "ModelPair", choice: Choice, budget: float | None, as_json: boo
     here = pair.fingerprint()
     is_own = choice.profile == "auto"
     path = default_path(here) if is_own else Path(choice.profile).expanduser()
-    if is_own and not path.exists():
+    if is_own and not os.path.exists(path):
         raise ProfileError("there is no profile for this machine and pair", "")
     profile = read_profile(path)
     refuse_foreign(profile, here, str(path))

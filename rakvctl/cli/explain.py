@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -172,7 +173,7 @@ def _plan(
     from rakvctl.measure.ready import fitting_profile
 
     # A question makes no directory.
-    there = kv_dir if kv_dir is not None and kv_dir.expanduser().is_dir() else None
+    there = kv_dir if kv_dir is not None and os.path.isdir(kv_dir.expanduser()) else None
     options = RuntimeOptions(**asdict(choice), kv_dir=there, kv_read_only=True)
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:

@@ -1,5 +1,6 @@
 """The command `kv`: look at the prefixes that outlive the process, check them, clear them away."""
 
+import os
 import shlex
 import time
 from enum import StrEnum
@@ -47,7 +48,7 @@ def kv(
     """Look after the stored prefixes of --kv-dir."""
     if kv_dir is None:
         raise UsageError("there is no directory of stored prefixes", "name it with --kv-dir DIR or RAKVCTL_KV_DIR")
-    if not kv_dir.expanduser().is_dir():
+    if not os.path.isdir(kv_dir.expanduser()):
         raise UsageError(f"{kv_dir} is no directory", "generate makes it, with --kv-dir DIR or RAKVCTL_KV_DIR")
     from rakvctl.core.disk.places import inspect_directory
     from rakvctl.core.disk.tier import DiskTier

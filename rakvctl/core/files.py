@@ -5,7 +5,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def only_process(path: Path) -> Iterator[None]:
         return
     with file:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(OSError):  # some network disks have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

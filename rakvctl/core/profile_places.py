@@ -1,19 +1,14 @@
 """Where the user's profiles lie, each under a name of its own, and which of them are of one pair."""
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
 from rakvctl.core.errors import ProfileError
 from rakvctl.core.profile import Fingerprint
 from rakvctl.core.profile_file import read_fingerprint
-
-
-def data_directory() -> Path:
-    """Where all that was found out about the user's machine and models is kept."""
-    import platformdirs
-
-    return platformdirs.user_data_path("rakvctl")
+from rakvctl.core.user_directories import data_directory
 
 
 def profile_directory() -> Path:
@@ -37,7 +32,7 @@ def _slug(name: str) -> str:
 def find_profiles(target: str, draft: str) -> list[tuple[Path, Fingerprint]]:
     """The user's profiles for a pair, the newest first, found without loading a model."""
     found = []
-    for path in sorted(profile_directory().glob("*.yaml"), key=_changed, reverse=True):
+    for path in sorted(_files(), key=_changed, reverse=True):
         try:
             fingerprint = read_fingerprint(path)
         except ProfileError:
@@ -47,6 +42,18 @@ def find_profiles(target: str, draft: str) -> list[tuple[Path, Fingerprint]]:
     return found
 
 
+def _files() -> list[Path]:
+    """The user's profiles; none where there is no such directory, or nobody may read it."""
+    directory = profile_directory()
+    try:
+        return [directory / name for name in os.listdir(directory) if name.endswith(".yaml")]
+    except OSError:
+        return []
+
+
 def _changed(path: Path) -> float:
     """When a file was last changed; long ago if it has gone meanwhile."""
-    return path.stat().st_mtime if path.exists() else 0.0
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -5,6 +5,7 @@ alone is then right often enough to pay for a slightly wider pass (Stewart et al
 model's bigram). It takes the target one pass over many tokens to find out, and is kept in a file.
 """
 
+import os
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from rakvctl.core.errors import RakvError, first_line
 from rakvctl.core.files import replace_file
-from rakvctl.core.profile_places import data_directory
+from rakvctl.core.user_directories import data_directory
 
 
 def successors_path(digest: str) -> Path:
@@ -26,10 +27,10 @@ def read_successors(path: Path, vocab_size: int) -> tuple[int, ...]:
 
     Raises RakvError where the file is damaged or of another vocabulary.
     """
+    if not os.path.exists(path):
+        return ()
     try:
         table = np.load(path, allow_pickle=False)
-    except FileNotFoundError:
-        return ()
     except (OSError, ValueError, EOFError) as error:
         raise RakvError(f"cannot read {path}: {first_line(error)}", _MEND) from error
     fits = isinstance(table, np.ndarray) and table.ndim == 1 and table.dtype == np.int32 and len(table) <= vocab_size

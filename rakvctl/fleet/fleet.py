@@ -122,4 +122,4 @@ def _known_everywhere(options: RuntimeOptions) -> RuntimeOptions:
 def _absolute(name: str) -> str:
     """The path of a model or profile that is named by one; other names are the same everywhere."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() and name not in (*OUR_NAMES, "none") else name
+    return str(path.absolute()) if os.path.exists(path) and name not in (*OUR_NAMES, "none") else name

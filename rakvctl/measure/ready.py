@@ -1,5 +1,6 @@
 """A runtime that is ready to serve: models loaded and, where the policy reckons with costs, a fitting profile."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on
 
 def _kept(path: Path, here: Fingerprint) -> tuple[HardwareProfile | None, str]:
     """The profile at a path, or None and why it cannot be used. Raises ProfileError where it is damaged."""
-    if not path.exists():
+    if not os.path.exists(path):
         return None, "no profile for this machine and pair: measuring one"
     profile = read_profile(path)
     differing = foreign_fields(profile.fingerprint, here)
@@ -114,17 +115,21 @@ def _measured_now(
             f"then run: {calibrate_command(options)}"
         )
     try:
-        keep(calibration, path)
+        keep(calibration, path, notify)
     except RakvError as error:
         notify(f"{error.message}; the next run will measure again")
     return calibration.profile
 
 
-def keep(calibration: Calibration, path: Path) -> None:
-    """Write the profile to `path`, and what was found of the target's habits to the place for its checkpoint.
+def keep(calibration: Calibration, path: Path, notify: Notify) -> None:
+    """Write the profile to `path`, and the target's bigram table to the place for its checkpoint.
 
-    Raises ProfileError or RakvError where that cannot be.
+    Raises RakvError where the profile cannot be written; `notify` hears where the table cannot: it only speeds up.
     """
     write_profile(calibration.profile, path)
     if calibration.successors:
-        write_successors(successors_path(calibration.profile.fingerprint.target_digest), calibration.successors)
+        table = successors_path(calibration.profile.fingerprint.target_digest)
+        try:
+            write_successors(table, calibration.successors)
+        except RakvError as error:
+            notify(f"{error.message}; {error.hint}")
