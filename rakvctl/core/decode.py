@@ -75,7 +75,7 @@ def decode(
         while not sequence.finished:
             length = len(sequence.token_ids)
             proposal = _propose(sequence, speculator, engine, verifier) if drafts else Proposal(())
-            logits = engine.verify((sequence.token_ids[-1], *proposal.token_ids))
+            logits = _verify(sequence, proposal, engine)
             num_accepted, following = verifier.accept(proposal, logits)
             drafts = following is not None
             own = [] if following is None else [following]
@@ -88,7 +88,17 @@ def decode(
             is_looked_up = bool(proposal.evidence)
             yield StepEvent(emitted, len(proposal.token_ids), num_accepted, is_looked_up, is_undecided=not drafts)
     finally:
-        _rollback(engine, speculator, committed)
+        # A pass that failed, or whose tokens nobody took, may have left behind what only dropping everything removes.
+        _rollback(engine, speculator, committed if engine.can_rollback else 0)
+
+
+def _verify(sequence: Sequence, proposal: Proposal, engine: Engine) -> Logits:
+    """The logits after the last token and each drafted one."""
+    if engine.must_recompute:
+        assert not proposal.token_ids, "nothing is drafted where KV entries are about to change"
+        engine.rollback(0)
+        return engine.prefill(sequence.token_ids)
+    return engine.verify((sequence.token_ids[-1], *proposal.token_ids))
 
 
 def _propose(sequence: Sequence, speculator: Speculator | None, engine: Engine, verifier: Verifier) -> Proposal:
@@ -102,8 +112,8 @@ def _propose(sequence: Sequence, speculator: Speculator | None, engine: Engine, 
 
 
 def _rollback(engine: Engine, speculator: Speculator | None, length: int) -> None:
-    """Both caches to at most `length` positions; states that know only all or nothing are dropped."""
+    """Both caches to at most `length` positions."""
     if engine.length > length:
-        engine.rollback(length if engine.can_rollback else 0)
+        engine.rollback(length)
     if speculator is not None:
         speculator.rollback(length)

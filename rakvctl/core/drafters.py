@@ -55,8 +55,9 @@ class ModelDrafter:
 
     @property
     def max_positions(self) -> int | None:
-        """The draft model's limit."""
-        return self._engine.max_positions
+        """The draft model's limit, and no more than it can be rolled back in."""
+        limits = (self._engine.max_positions, self._engine.prefix_stable_positions)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def start(self, prompt_token_ids: Sequence[int], snapshot: KVSnapshot | None, num_cloned_tokens: int) -> None:
         """Restore what is stored and prefill the rest of the prompt."""

@@ -58,14 +58,34 @@ class Engine:
         """Whether positions can be forgotten, copied and restored."""
         return self._backend.can_rollback
 
+    @property
+    def prefix_stable_positions(self) -> int | None:
+        """The longest sequence in which KV entries do not depend on how long it is; None where they never do."""
+        return self._backend.prefix_stable_positions
+
+    def has_stable_prefixes(self, num_positions: int) -> bool:
+        """Whether KV entries of a sequence of so many positions serve any other that begins alike.
+
+        Only then may they be reused or rolled back to, or be computed in several passes.
+        """
+        limit = self._backend.prefix_stable_positions
+        return self.can_rollback and (limit is None or num_positions <= limit)
+
+    @property
+    def must_recompute(self) -> bool:
+        """Whether plain decoding computes all cached positions anew together with the next one."""
+        return self._backend.recomputes_when_unstable and self.length == self._backend.prefix_stable_positions
+
     def reserve(self, num_tokens: int) -> None:
         """Make room for a sequence of `num_tokens` positions."""
         self._backend.cache.reserve(num_tokens)
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
         """Append prompt tokens (at least one); return the logits of the next token, [1, vocab_size]."""
-        # In pieces, so that the memory of a pass does not grow with the prompt.
-        chunk = self.prefill_chunk_tokens or len(token_ids)
+        # In chunks, so that the memory of a pass does not grow with the prompt.
+        limit, chunk = self.prefix_stable_positions, self.prefill_chunk_tokens
+        if chunk is None or (limit is not None and self.length + len(token_ids) > limit):
+            chunk = len(token_ids)
         last_chunk = (len(token_ids) - 1) // chunk * chunk
         for start in range(0, last_chunk, chunk):
             self._backend.forward(token_ids[start : start + chunk], num_logits=1)

@@ -21,8 +21,8 @@ def logit_difference(engine: Engine) -> float:
     middle, as after a partial hit. Leaves the engine's cache empty. A model without room for any other pass has none.
     Raises ModelError where logits are no numbers.
     """
-    wanted = _CONTEXTS[-1] + _WIDTHS[-1]
-    num_positions = min(wanted, wanted if engine.max_positions is None else engine.max_positions)
+    limits = (engine.max_positions, engine.prefix_stable_positions)
+    num_positions = min([_CONTEXTS[-1] + _WIDTHS[-1], *(limit for limit in limits if limit is not None)])
     widths = [width for width in _WIDTHS if _SHORTEST + width <= num_positions]
     if not widths:
         return 0.0

@@ -75,12 +75,23 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     disk = _open_disk(options, notify)
     content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
     target = _load_target(loader, target_files, options.exact, codec.vocab_size, content)
-    if not target.can_rollback:
-        notify(f"{options.target} keeps states that cannot be rolled back: no KV reuse and no speculation")
+    _tell_unstable_prefixes(target, options, notify)
     draft = None
     if draft_files is not None and target.can_rollback:
         draft = _load_draft(loader, draft_files, codec.vocab_size, notify)
     return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "", disk=disk)
+
+
+def _tell_unstable_prefixes(target: Engine, options: RuntimeOptions, notify: Notify) -> None:
+    """Say where the target cannot do what the policy asks for."""
+    needs, limit = policy_needs(options.policy), target.prefix_stable_positions
+    if not target.can_rollback:
+        notify(f"{options.target} keeps states that cannot be rolled back: no KV reuse and no speculation")
+    elif limit is not None and (needs.store or needs.drafter != "unused"):
+        notify(
+            f"{options.target} changes its rotary embedding in sequences of more than {limit} tokens (prompt and new "
+            "ones): no KV reuse and no speculation in those"
+        )
 
 
 def load_codec(options: RuntimeOptions, notify: Notify) -> TextCodec:

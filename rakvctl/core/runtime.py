@@ -12,13 +12,14 @@ from rakvctl.core.decode import Sequence, decode, prefill_rest, restore_prefix
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import DamagedEntryError, RequestError
-from rakvctl.core.policies import Policy
+from rakvctl.core.policies import FixedPolicy, Policy
 from rakvctl.core.seams import Clock, EngineInfo
 from rakvctl.core.speculators import Speculator
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.text import TextCodec, TextStream
 from rakvctl.core.types import (
     BUCKET_TOKENS,
+    Action,
     Completion,
     Decision,
     Features,
@@ -33,8 +34,9 @@ from rakvctl.core.verify import make_verifier
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done for a request: the match that is reused, if any, and the policy's decision."""
+    """What is to be done for a request: the policy in force, the match that is reused, if any, and the decision."""
 
+    policy: Policy
     match: PrefixMatch | None
     features: Features
     decision: Decision
@@ -64,6 +66,7 @@ class Runtime:
         self._drafter = drafter
         self._store = store
         self._policy = policy
+        self._plain_policy = FixedPolicy(policy.name, Action(reuse=False, draft_len=0))
         self._experience = experience or Experience()
         self.near_tie = near_tie
         self._clock = clock
@@ -83,17 +86,28 @@ class Runtime:
 
         Raises RequestError where the model has no position left for a new token.
         """
-        features, match = self._features(request)
-        decision = self._policy.decide(features)
-        return Plan(match if decision.action.reuse else None, features, decision)
+        max_new_tokens = self._max_new_tokens(request)
+        policy = self._policy_in_force(len(request.prompt_token_ids) + max_new_tokens)
+        features, match = self._features(request, max_new_tokens, policy)
+        decision = policy.decide(features)
+        return Plan(policy, match if decision.action.reuse else None, features, decision)
 
-    def _features(self, request: Request) -> tuple[Features, PrefixMatch | None]:
+    def _policy_in_force(self, num_positions: int) -> Policy:
+        """The policy; plain decoding under its name where KV entries can be neither reused nor rolled back.
+
+        This alone decides so, for every policy and whoever made the runtime.
+        """
+        return self._policy if self._target.has_stable_prefixes(num_positions) else self._plain_policy
+
+    def _features(self, request: Request, max_new_tokens: int, policy: Policy) -> tuple[Features, PrefixMatch | None]:
         """What is known of a request, and the match behind it."""
-        prompt, max_new_tokens = request.prompt_token_ids, self._max_new_tokens(request)
-        match = self._store.match(self._target.model_key, prompt) if self._uses_store else None
+        prompt = request.prompt_token_ids
+        match = self._store.match(self._target.model_key, prompt) if policy.needs.store else None
         num_cloned = match.num_cloned_tokens if match else 0
         drafter, reason = self._usable_drafter(len(prompt))
-        if self._policy.needs.history and _repeats(request.sampling):
+        if policy is self._plain_policy:
+            drafter, reason = "none", "the target's KV entries cannot be rolled back"
+        elif policy.needs.history and _repeats(request.sampling):
             drafter, reason = "none", "a seed repeats its text, whether a draft pays now or not"
         features = Features(
             num_prompt_tokens=len(prompt),
@@ -145,9 +159,9 @@ class Runtime:
         max_new_tokens = plan.features.max_new_tokens
         sequence = Sequence(request, max_new_tokens, text.push)
         clock = None if _repeats(request.sampling) else self._clock
-        speculator = self._policy.speculator(plan.decision, self._drafter, self._experience, clock)
+        speculator = plan.policy.speculator(plan.decision, self._drafter, self._experience, clock)
         logits = prefill_rest(self._target, prompt, plan.match)
-        stored_logits = logits.numpy()[-1].copy() if self._uses_store else None
+        stored_logits = logits.numpy()[-1].copy() if plan.policy.needs.store else None
 
         events: list[StepEvent] = []
         ttft_ms = 0.0
@@ -178,7 +192,7 @@ class Runtime:
             restore_ms=restore_ms,
         )
         self._experience.observe(completion, max_new_tokens)
-        if self._policy.needs.history:
+        if plan.policy.needs.history:
             self._experience.remember(sequence.token_ids)
             self._store.remember_text(self._target.model_key, sequence.token_ids)
         return completion
@@ -209,10 +223,6 @@ class Runtime:
                 self._store.discard(plan.match.entry, str(error))
             else:
                 return plan, (self._clock() - started) * 1e3 if plan.match else 0.0
-
-    @property
-    def _uses_store(self) -> bool:
-        return self._policy.needs.store and self._target.can_rollback
 
     def _start_drafting(self, speculator: Speculator | None, plan: Plan, prompt: tuple[int, ...]) -> None:
         """Begin the drafter's sequence, from its stored states where the reused entry has some."""

@@ -136,6 +136,19 @@ class Backend(Protocol):
         ...
 
     @property
+    def prefix_stable_positions(self) -> int | None:
+        """The longest sequence in which KV entries do not depend on how long it is; None where they never do.
+
+        They do where the rotary frequencies change with the length of the sequence (LongRoPE, dynamic NTK).
+        """
+        ...
+
+    @property
+    def recomputes_when_unstable(self) -> bool:
+        """Whether plain decoding computes all KV entries anew in the pass that outgrows `prefix_stable_positions`."""
+        ...
+
+    @property
     def prefill_chunk_tokens(self) -> int | None:
         """How many tokens of a prompt a pass takes best, or None where a prompt must go through in one."""
         ...

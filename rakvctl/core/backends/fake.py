@@ -78,8 +78,10 @@ class FakeCosts:
 class FakeCache:
     """A cache that holds token ids instead of states."""
 
-    def __init__(self, clock: VirtualClock, costs: FakeCosts) -> None:
+    def __init__(self, clock: VirtualClock, costs: FakeCosts, *, can_rollback: bool = True) -> None:
+        """`can_rollback` False: only everything can be dropped, as with recurrent states."""
         self.token_ids: list[int] = []
+        self._can_rollback = can_rollback
         self._clock = clock
         self._costs = costs
 
@@ -99,10 +101,13 @@ class FakeCache:
         """Forget all positions from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length} of {self.length} positions")
+        if not self._can_rollback and 0 < length < self.length:
+            raise ValueError("these states cannot be rolled back")
         del self.token_ids[length:]
 
     def snapshot(self, num_tokens: int) -> FakeSnapshot:
         """Copy the first `num_tokens` positions."""
+        assert self._can_rollback, "these states cannot be copied"
         self._clock.advance(self._costs.copy_ms(num_tokens))
         return FakeSnapshot(tuple(self.token_ids[:num_tokens]))
 
@@ -124,10 +129,10 @@ class FakeCache:
 class FakeBackend:
     """Scores are random numbers drawn for the last `context` tokens, so that greedy output is lively and repeatable.
 
-    A draft of a target has its seed and some `noise` of its own: the more noise, the less they agree.
+    A draft of a target has its seed and some `noise` of its own: the more noise, the less they agree. In passes that
+    end behind `prefix_stable_positions`, tokens leave other entries in the cache than in passes that end before.
     """
 
-    can_rollback = True
     prefill_chunk_tokens: int | None = 2048
 
     def __init__(
@@ -141,11 +146,17 @@ class FakeBackend:
         clock: VirtualClock | None = None,
         costs: FakeCosts | None = None,
         free_bytes: int | None = None,
+        can_rollback: bool = True,
+        prefix_stable_positions: int | None = None,
+        recomputes_when_unstable: bool = False,
     ) -> None:
         self._free_bytes = free_bytes
         self._clock = clock or VirtualClock()
         self._costs = costs or FakeCosts()
-        self.cache = FakeCache(self._clock, self._costs)
+        self.can_rollback = can_rollback
+        self.prefix_stable_positions = prefix_stable_positions
+        self.recomputes_when_unstable = recomputes_when_unstable
+        self.cache = FakeCache(self._clock, self._costs, can_rollback=can_rollback)
         self.model_key = f"fake-{seed}-{vocab_size}-{context}-{noise}"
         self.max_positions = max_positions
         self.num_passes = 0
@@ -183,8 +194,9 @@ class FakeBackend:
         """Append tokens; scores after each of the last `num_logits` of them."""
         self.num_passes += 1
         self._clock.advance(self._costs.forward_ms(len(token_ids), self.cache.length))
-        self.cache.token_ids.extend(token_ids)
-        length = self.cache.length
+        length, limit = self.cache.length + len(token_ids), self.prefix_stable_positions
+        changed = self.vocab_size if limit is not None and length > limit else 0
+        self.cache.token_ids.extend(token + changed for token in token_ids)
         return ArrayLogits(np.stack([self._scores(end) for end in range(length - num_logits + 1, length + 1)]))
 
     def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:

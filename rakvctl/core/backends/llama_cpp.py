@@ -50,6 +50,9 @@ class LlamaBackend:
     """One GGUF model on llama.cpp."""
 
     prefill_chunk_tokens = BATCH_TOKENS
+    # The size of the context, not the length of the sequence, decides about rotary frequencies.
+    prefix_stable_positions = None
+    recomputes_when_unstable = False
 
     def __init__(self, model: LlamaModel, options: ContextOptions, *, vocab_size: int, digest: str) -> None:
         """`vocab_size`: ids from here on are padding and never chosen. `digest`: see `EngineInfo`.

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from rakvctl.core.backends import position_limits
 from rakvctl.core.backends.invariant import INVARIANT_ATTENTION, key_lengths
 from rakvctl.core.errors import ModelError, no_numbers
 from rakvctl.core.hardware import free_memory_bytes
@@ -90,6 +92,7 @@ class TorchBackend:
         self._digest = digest
         self.vocab_size = vocab_size
         self._cache_argument = _cache_argument(model)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.model_key = model_key
         self.can_rollback = keeps_all_positions(model.config)
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -103,8 +106,18 @@ class TorchBackend:
     @property
     def max_positions(self) -> int | None:
         """The number of positions the model was made for, where its config says so."""
-        limit = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return limit if isinstance(limit, int) and limit > 0 else None
+        return position_limits.max_positions(self._model.config)
+
+    @cached_property
+    def prefix_stable_positions(self) -> int | None:
+        """Measured on the model's rotary embeddings, where they are of a kind that looks at the length."""
+        return position_limits.prefix_stable_positions(self._model, self.max_positions)
+
+    @cached_property
+    def recomputes_when_unstable(self) -> bool:
+        """What transformers' `generate` does with this model."""
+        length = self.prefix_stable_positions
+        return length is not None and position_limits.recomputes_beyond(self._model, self._cache_argument, length)
 
     @property
     def prefill_chunk_tokens(self) -> int | None:
@@ -163,14 +176,31 @@ class TorchBackend:
         self._cache.reserve(self._cache.length + len(token_ids))
         ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self._model.device)
         states = self._cache if isinstance(self._cache, TorchKVCache) else self._cache.states
-        output = self._model(input_ids=ids, use_cache=True, logits_to_keep=num_logits, **{self._cache_argument: states})
+        output = self._model(
+            input_ids=ids,
+            use_cache=True,
+            logits_to_keep=num_logits,
+            **self.position_arguments(self._cache.length, len(token_ids)),
+            **{self._cache_argument: states},
+        )
         self._cache.commit(len(token_ids))
         return TorchLogits(output.logits[0, -num_logits:, : self.vocab_size])
+
+    def position_arguments(self, start: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Where the tokens of a pass stand, as transformers' `generate` tells a model that wants to be told.
+
+        Left to themselves some kinds (RoBERTa) count padding tokens in one way behind a cache and otherwise without.
+        """
+        if not self._takes_positions:
+            return {}
+        return {"position_ids": torch.arange(start, start + num_tokens, device=self._model.device)[None]}
 
     @torch.inference_mode()
     def likeliest_after(self, before: int, token_ids: Sequence[int]) -> list[int]:
         """One pass over all of them, in which each is the second position and sees the first and itself only."""
-        if not self.can_rollback or not _takes_any_mask(self._model):
+        # A pass may be told which positions see which, and where each one stands.
+        takes_any_mask = self._model.config._attn_implementation in (INVARIANT_ATTENTION, "sdpa", "eager")
+        if not (self.can_rollback and takes_any_mask and self._takes_positions):
             return []
         device, num_tokens = self._model.device, len(token_ids) + 1
         positions = torch.ones(1, num_tokens, dtype=torch.int64, device=device)
@@ -182,12 +212,6 @@ class TorchBackend:
             input_ids=ids, position_ids=positions, attention_mask=mask[None, None], use_cache=False, logits_to_keep=0
         )
         return TorchLogits(output.logits[0, 1:, : self.vocab_size]).argmax()
-
-
-def _takes_any_mask(model: Any) -> bool:
-    """Whether a pass may be told which positions see which, and where each one stands."""
-    kinds = (INVARIANT_ATTENTION, "sdpa", "eager")
-    return model.config._attn_implementation in kinds and "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _cache_argument(model: Any) -> str:
@@ -204,7 +228,10 @@ def _key_lengths(model: Any) -> tuple[int, ...]:
     if model.config._attn_implementation != INVARIANT_ATTENTION:
         return ()
     config = model.config.get_text_config(decoder=True)
-    return key_lengths(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    # Of some kinds (Gemma 4) layers differ, and each has a config of its own.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    head_dims = {getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers}
+    return tuple(sorted(set.intersection(*(set(key_lengths(head_dim)) for head_dim in head_dims))))
 
 
 def keeps_all_positions(config: Any) -> bool:

@@ -4,8 +4,10 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -64,6 +66,9 @@ def load_backend(
             f"cannot run {files.name}: {first_line(failure)}",
             "its kind may need a cache of its own, or more memory than there is: take another model",
         ) from failure
+    if backend.prefix_stable_positions is not None:
+        # Entries on a disk may be of a version that stored longer sequences, too.
+        backend.model_key += f"-{backend.prefix_stable_positions}"
     return backend
 
 
@@ -100,13 +105,17 @@ def _first_failure(backend: TorchBackend, model: Any) -> Exception | None:
     Some kinds refuse any cache but their own; others (encoders above all) take it and compute something else. What
     transformers notes once about a kind, such as kernels that are not installed, it notes here, to nobody.
     """
-    ids = tuple(range(_PROBE_TOKENS))
+    ids = _probe_ids(model, backend.vocab_size)
     pieces = (ids[:4], ids[4:5], ids[5:]) if backend.can_rollback else (ids[:-1], ids[-1:])
     try:
         with quiet_transformers(), torch.inference_mode():
-            whole = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1].float()
+            tokens = torch.tensor([ids], device=model.device)
+            positions = backend.position_arguments(0, len(ids))
+            whole = model(input_ids=tokens, use_cache=False, **positions).logits[0, -1].float()
             for piece in pieces:
                 logits = backend.forward(piece, num_logits=1)
+            # Measured now, so that an error in it is caught here too.
+            _ = backend.recomputes_when_unstable
     except Exception as error:  # whatever a model stumbles over
         return error
     backend.cache.rollback(0)
@@ -114,6 +123,14 @@ def _first_failure(backend: TorchBackend, model: Any) -> Exception | None:
     if not difference <= _PROBE_TOLERANCE[model.dtype.itemsize]:
         return ValueError("with its KV cache it computes something else than without")
     return None
+
+
+def _probe_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """Tokens of plain text: of some kinds, special ones change which positions the others have, or are masked."""
+    named = model.config.get_text_config(decoder=True).to_dict().items()
+    special = {token for name, value in named if name.endswith("_token_id") for token in np.atleast_1d(value).tolist()}
+    plain = [token for token in range(vocab_size) if token not in special][:_PROBE_TOKENS]
+    return tuple(islice(cycle(plain or range(vocab_size)), _PROBE_TOKENS))
 
 
 def refuse_incomplete(loading_info: dict[str, Any]) -> None:
