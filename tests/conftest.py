@@ -35,6 +35,18 @@ def interruptible_tests() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they bring for models as small as those of tests."""
+    # Here and not above: tests of what needs no torch run without importing it.
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `target` and `draft`: random GPT-2s of 256 positions, both with one byte-level tokenizer.

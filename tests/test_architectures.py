@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from tests.checkpoints import (
     save_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REVERSIBLE = [name for name in CONFIGS if name != "mamba"]
 MAX_NEW_TOKENS = 24
 # Two prompts that share a beginning longer than the window, so that a clone starts beyond it.
@@ -43,15 +45,6 @@ RELATED = "The quick brown fox jumps over the lazy dog, but the cat runs away."
 needs_packing = pytest.mark.skipif(
     not packed.can_pack(torch.device("cpu"), torch.float32), reason="weights are packed on x86 CPUs with oneDNN only"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring for models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load_noting(
