@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rakvctl.core.detokenizer import Detokenizer
 from rakvctl.core.errors import RequestError
-
-# What an incomplete UTF-8 sequence decodes to.
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Message = dict[str, str]
 
@@ -83,44 +81,38 @@ class TextStream:
     still turn out to be the beginning of a stop string. The stop string itself is never part of the text.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str], on_text: Callable[[str], None]) -> None:
+    def __init__(
+        self, codec: TextCodec, stop: Sequence[str], on_text: Callable[[str], None], *, context: Sequence[int] = ()
+    ) -> None:
+        """`context`: token ids of the text that the completion continues; none where it is a text of its own."""
         self.text = ""
         self.stopped = False
         self._cut = False
-        self._codec = codec
+        self._end_token_ids = codec.end_token_ids
         self._stop = tuple(stop)
         self._on_text = on_text
-        self._token_ids: list[int] = []
-        # The last piece that was decoded begins at token `_start` and was complete at token `_complete`: decoding a
-        # piece anew from there, and not a token alone, keeps what a tokenizer puts between tokens.
-        self._start = 0
-        self._complete = 0
+        self._detokenizer = Detokenizer(codec.decode, context)
         self._num_handed_out = 0
 
     def push(self, token_id: int) -> bool:
         """Take the next emitted token; say whether the text ends with it."""
-        if token_id in self._codec.end_token_ids:
+        if token_id in self._end_token_ids:
             self.stopped = True
             return True
-        self._token_ids.append(token_id)
-        piece = self._codec.decode(self._token_ids[self._start :])
-        if not piece.endswith(_REPLACEMENT):
-            self._extend(piece)
-            self._start, self._complete = self._complete, len(self._token_ids)
+        self._extend(self._detokenizer.push(token_id))
         return self.stopped
 
     def close(self) -> str:
         """Hand out what was held back, an incomplete character included; return the whole text."""
         if not self._cut:
-            self._extend(self._codec.decode(self._token_ids[self._start :]))
+            self._extend(self._detokenizer.flush())
         self._hand_out(len(self.text))
         return self.text
 
     def _extend(self, piece: str) -> None:
-        """Append what is new in the piece that begins at `_start`, and look for stop strings from there on."""
-        known = self._codec.decode(self._token_ids[self._start : self._complete])
+        """Append a piece, and look for stop strings that end in it."""
         searched = len(self.text)
-        self.text += piece[len(known) :]
+        self.text += piece
         ends = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
         found = [end for end in ends if end >= 0]
         if found:
