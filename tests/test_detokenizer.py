@@ -3,11 +3,17 @@
 import codecs
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rakvctl.core.text import TextCodec, TextStream
+from rakvctl.core.types import Request, SamplingParams
+from rakvctl.fleet.events import Task
+from tests.fakes import FakeRuntime
+from tests.profiles import toy_profile
+from tests.serving import Pair
 from tests.tokenizers_by_kind import BEGIN, KINDS, SPECIAL, codec_of, ids
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -188,3 +194,48 @@ def test_a_step_decodes_a_few_tokens_whatever_was_pushed_before(kind: str) -> No
             # What finding the end of the context takes is once for a completion.
             assert sum(decoded) < 200 * 60 + 4000
             assert max(decoded[-200:]) <= 72
+
+
+class TwoWords:
+    """A SentencePiece tokenizer's codec, of whose tokens a toy model knows 32."""
+
+    def __init__(self) -> None:
+        words = ids("sentencepiece", *(f"{SPACED}{word}" for word in ("the", "dog", "quick", "ing", "s")))
+        self._ids = [words[number % len(words)] for number in range(32)]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"token {number}": number for number in range(32)}
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return codec_of("sentencepiece").decode([self._ids[token_id] for token_id in token_ids])
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_completion_goes_on_behind_its_prompt_and_an_answer_begins_anew(is_chat: bool) -> None:
+    codec = TextCodec(TwoWords(), frozenset())
+    toys = FakeRuntime()
+    runtime = Pair(codec, toys.target, toys.draft).runtime("ar", toys.store, toy_profile())
+    request = Request((1, 2, 3), SamplingParams(max_new_tokens=4), is_chat=is_chat)
+    pieces: list[str] = []
+    completion = runtime.run(request, pieces.append)
+    expected = codec.decode(completion.token_ids)
+    assert not expected.startswith(" ")
+    assert "".join(pieces) == completion.text == (expected if is_chat else f" {expected}")
+
+
+def test_workers_of_a_fleet_know_an_answer_from_a_continuation() -> None:
+    for is_chat in (False, True):
+        request = Request((1, 2), SamplingParams(seed=1), is_chat)
+        ids_of_task = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        assert Task(0, "id", ids_of_task, request.sampling, None, request.is_chat).request == request
+
+
+def test_tokens_that_end_inside_the_next_character_lose_none() -> None:
+    """As a byte-level vocabulary has them for Japanese: many tokens one after another end with an incomplete character."""
+    token_ids = ids("byte-level", "\u00f0\u0141", "\u013a\u0122", *("\u00f0\u0141", "\u013a\u0122") * 3)
+    straddling = ids("byte-level", "\u00c2", *("\u00a9\u00f0", "\u0141", "\u013a", "\u0122\u00c2") * 6)
+    codec = codec_of("byte-level")
+    assert stream(codec, token_ids)[0] == "\U0001f600" * 4
+    whole, steps = stream(codec, straddling)
+    assert whole == codec.decode(straddling)
+    assert len([piece for piece in steps if piece]) > 6

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rakvctl.core.errors import RequestError
@@ -119,3 +119,45 @@ def test_an_empty_prompt_and_a_chat_without_template_are_errors_of_one_prompt(co
 def test_text_that_is_no_unicode_is_an_error_of_one_prompt(codec: TextCodec) -> None:
     with pytest.raises(RequestError, match="UTF-8"):
         codec.encode("\udce9")
+
+
+BOS_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def bos_codec(template: str | None = None) -> TextCodec:
+    """As Llama's: the begin token stands before every text, and `<end>` behind."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "<end>": 2, "the": 3, "cat": 4}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "<end>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <end>", special_tokens=[("<s>", 1), ("<end>", 2)]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>")
+    wrapped.chat_template = template
+    return TextCodec(wrapped, frozenset([2]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the cat", (1, 3, 4, 2)),
+        ("<s>the cat", (1, 3, 4, 2)),
+        ("<s> the cat", (1, 3, 4, 2)),
+        ("<s>", (1, 2)),
+        ("<s><s>the", (1, 1, 3, 2)),
+        ("the <s> cat", (1, 3, 1, 4, 2)),
+        ("the the", (1, 3, 3, 2)),
+    ],
+)
+def test_a_text_that_begins_with_the_begin_token_gets_no_second_one(text: str, expected: tuple[int, ...]) -> None:
+    assert bos_codec().encode(text) == expected
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_only() -> None:
+    codec = bos_codec(BOS_TEMPLATE)
+    assert codec.encode_prompt("the cat") == (1, 3, 4)
+    assert codec.encode_prompt("the cat", chat=False) == (1, 3, 4, 2)
+
+
+def test_a_text_of_equal_tokens_loses_none_where_no_begin_token_is_added(codec: TextCodec) -> None:
+    assert codec.decode(codec.encode("!!!!")) == "!!!!"

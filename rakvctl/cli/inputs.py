@@ -133,8 +133,9 @@ def jobs(prompts: Iterator[Prompt | BadPrompt], codec: TextCodec, chat: bool | N
 def _request(prompt: Prompt | BadPrompt, codec: TextCodec, chat: bool | None) -> Request | RequestError:
     if isinstance(prompt, BadPrompt):
         return prompt.error
+    is_chat = isinstance(prompt.content, tuple) or codec.is_chat(chat)
     return attempt(
-        lambda: Request(encode(prompt.content, codec, chat), prompt.sampling),
+        lambda: Request(encode(prompt.content, codec, chat), prompt.sampling, is_chat),
         "encoding the prompt",
         debugging=render.debugging(),
     )

@@ -24,6 +24,7 @@ class Detokenizer:
         self._decode = decode
         self._pending: list[int] = []
         self._pending_text = ""
+        self._num_handed_out = 0  # characters of the pending text
         self._set_before(_tail(decode, context))
 
     def push(self, token_id: int) -> str:
@@ -33,43 +34,63 @@ class Detokenizer:
         if text == self._pending_text and not _is_visible(self._decode, [token_id]):
             return ""
         self._pending, self._pending_text = tokens, text
-        # Byte tokens decode to nothing but U+FFFD where one of them is wrong: a whole character may stand behind it.
-        start = next((start for start in range(len(tokens)) if self._is_complete(tokens[start:])), None)
+        start = next((start for start in range(len(tokens)) if self._is_complete_from(start)), None)
         if start is not None:
             return self._take(start)
-        return self._drop_invalid() if len(tokens) > _MAX_INCOMPLETE_TOKENS else ""
+        return self._shorten() if len(tokens) > _MAX_INCOMPLETE_TOKENS else ""
 
     def flush(self) -> str:
         """The text of what is left: an incomplete character at the very end is U+FFFD, as the tokenizer decodes it."""
-        text, self._pending, self._pending_text = self._pending_text, [], ""
+        text = self._pending_text[self._num_handed_out :]
+        self._forget()
         return text
 
     def _take(self, start: int) -> str:
         """All that is pending, as the text up to token `start` and the text from there on, which is complete."""
-        head, tail = self._pending[:start], self._pending[start:]
-        text = self._text_of(head) + self._text_of(tail) if head else self._pending_text
-        self._pending, self._pending_text = [], ""
+        text, tail = self._pending_text, self._pending[start:]
+        if start > 0:
+            text = self._text_of(self._pending[:start])
+            if not self._before:  # the tail is not first: it keeps its space
+                self._set_before(tail)
+            text += self._text_of(tail)
+        text = text[self._num_handed_out :]
+        self._forget()
         self._set_before(tail)
         return text
 
-    def _drop_invalid(self) -> str:
-        """The text of tokens too long ago to be part of an incomplete character, which leaves the others pending."""
-        first = len(self._pending) - _MAX_INCOMPLETE_TOKENS
-        splits = [
-            (self._text_of(self._pending[:cut]), cut, self._text_of(self._pending[cut:]))
-            for cut in range(first, len(self._pending))
-        ]
-        # A cut through a sequence of bytes would add U+FFFD to the text.
-        whole = (split for split in splits if split[0] + split[2] == self._pending_text)
-        text, cut, self._pending_text = next(whole, splits[0])
-        self._pending = self._pending[cut:]
-        return text
+    def _forget(self) -> None:
+        self._pending, self._pending_text, self._num_handed_out = [], "", 0
 
-    def _is_complete(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens end with a whole character."""
-        text = self._text_of(tokens)
+    def _shorten(self) -> str:
+        """The text that is final, of which the tokens are pending no longer where an incomplete character has none."""
+        tokens, text = self._pending, self._pending_text
+        first = len(tokens) - _MAX_INCOMPLETE_TOKENS
+        for cut in range(first, len(tokens)):
+            head, tail = self._text_of(tokens[:cut]), self._text_of(tokens[cut:])
+            # A cut through a character or through its bytes would add U+FFFD to the text.
+            if (head + tail).count(REPLACEMENT) == text.count(REPLACEMENT):
+                if head + tail != text:  # the tail's first space depends on the head
+                    self._set_before(tokens[:cut])
+                num_final = len(head)
+                break
+        else:
+            # Tokens of bytes that begin in one character and end in the next: only the last one is incomplete.
+            cut, num_final = first, len(text) - 1
+        handed_out, self._pending = self._num_handed_out, tokens[cut:]
+        self._pending_text = self._text_of(self._pending)
+        num_left = len(text) - max(handed_out, num_final)
+        self._num_handed_out = len(self._pending_text) - num_left
+        return text[handed_out:num_final]
+
+    def _is_complete_from(self, start: int) -> bool:
+        """Whether what is pending ends with a whole character, decoded from token `start` on."""
+        head, tail = self._pending[:start], self._pending[start:]
+        # Byte tokens decode to nothing but U+FFFD where one of them is wrong, though a character may stand behind it.
+        if head and self._text_of(head) + REPLACEMENT * len(tail) != self._pending_text:
+            return False
+        text = self._text_of(tail)
         # Invalid byte tokens are one U+FFFD each: fewer with one more token are the bytes of U+FFFD itself.
-        return not text.endswith(REPLACEMENT) or len(text) < len(self._text_of(tokens[:-1]))
+        return not text.endswith(REPLACEMENT) or len(text) < len(self._text_of(tail[:-1]))
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         """What tokens add to the text."""

@@ -155,7 +155,7 @@ class Runtime:
         started = self._clock()
         plan, restore_ms = self._begin(request)
         prompt = request.prompt_token_ids
-        text = TextStream(self._codec, request.sampling.stop, on_text)
+        text = TextStream(self._codec, request.sampling.stop, on_text, context=() if request.is_chat else prompt)
         max_new_tokens = plan.features.max_new_tokens
         sequence = Sequence(request, max_new_tokens, text.push)
         clock = None if _repeats(request.sampling) else self._clock

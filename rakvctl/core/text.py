@@ -33,8 +33,16 @@ class TextCodec:
         return vocab
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with the special tokens that the model expects around it."""
-        return self._tokenize(text, add_special_tokens=True)
+        """Token ids of plain text, with the special tokens that the model expects around it.
+
+        One that the text begins with, as `<s>` written out, is not added again.
+        """
+        token_ids = self._tokenize(text, add_special_tokens=True)
+        if token_ids[:1] == token_ids[1:2]:
+            plain = self._tokenize(text, add_special_tokens=False)
+            if len(plain) < len(token_ids) and token_ids[1 : 1 + len(plain)] == plain:
+                return token_ids[1:]
+        return token_ids
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a chat, up to where the assistant's answer begins.
@@ -49,9 +57,13 @@ class TextCodec:
             raise RequestError(f"the chat template refuses these messages: {error}", "check roles and order") from error
         return self._tokenize(text, add_special_tokens=False)
 
+    def is_chat(self, asked: bool | None) -> bool:
+        """Whether a text goes through the chat template: as asked for, else where the model has one."""
+        return self.has_chat_template if asked is None else asked
+
     def encode_prompt(self, text: str, chat: bool | None = None) -> tuple[int, ...]:
         """Tokens of a user's text, through the chat template or not; None: where the model has one."""
-        if not (self.has_chat_template if chat is None else chat):
+        if not self.is_chat(chat):
             return self.encode(text)
         if not text:
             raise RequestError("the prompt is empty", "give at least one token of text")

@@ -39,10 +39,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, already tokenized."""
+    """One prompt, already tokenized. `is_chat`: its completion is an answer, and not the rest of the prompt's text."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -159,7 +159,8 @@ class Dispatcher:
             return
         ids = np.asarray(job.request.prompt_token_ids, dtype=np.int32)
         group = bucket_digest("", ids) if len(ids) >= BUCKET_TOKENS else None
-        home = self._router.add(Task(number, job.prompt_id, ids, job.request.sampling, group))
+        task = Task(number, job.prompt_id, ids, job.request.sampling, group, job.request.is_chat)
+        home = self._router.add(task)
         self._feed(home)
         if self._idle and self._router.num_waiting:
             self._feed(min(self._idle, key=lambda number: len(self._workers[number].in_flight)))

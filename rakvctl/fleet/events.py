@@ -24,11 +24,12 @@ class Task:
     token_ids: np.ndarray
     sampling: SamplingParams
     group: bytes | None
+    is_chat: bool = False
 
     @property
     def request(self) -> Request:
         """What is to be served."""
-        return Request(tuple(self.token_ids.tolist()), self.sampling)
+        return Request(tuple(self.token_ids.tolist()), self.sampling, self.is_chat)
 
 
 @dataclass(frozen=True, slots=True)
