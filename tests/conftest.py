@@ -1,7 +1,9 @@
 """What tests share: a pair of small random models in a directory."""
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +47,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt argument takes in what is on stdin, and pytest's own refuses to be read."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
 
 
 @pytest.fixture(scope="session")

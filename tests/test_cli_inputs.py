@@ -71,9 +71,9 @@ def test_a_dash_as_the_prompt_or_as_a_file_is_stdin(monkeypatch: pytest.MonkeyPa
     assert contents("-") == ["piped"]
 
 
-def test_stdin_is_left_alone_where_a_prompt_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stdin_is_left_alone_where_a_file_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     raw = pipe_in(monkeypatch, b"not for us")
-    assert contents(argument="given") == ["given"]
+    assert contents(write(tmp_path / "p.txt", "in a file"), argument="given") == ["given", "in a file"]
     assert contents(write(tmp_path / "p.txt", "in a file")) == ["in a file"]
     assert raw.read() == b"not for us"
 
@@ -234,7 +234,7 @@ def test_blank_lines_before_a_text_are_part_of_it(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ['{\n  "prompt": "x"\n}', "def f():\n    pass", '["prompt"]', "{% if prompt %}", "a\nb"]
+    "text", ['{\n  "prompts": "x"\n}', "def f():\n    pass", '["prompt"]', "{% if prompt %}", "a\nb"]
 )
 def test_anything_else_is_one_text(text: str, tmp_path: Path) -> None:
     assert contents(write(tmp_path / "p.txt", text)) == [text]

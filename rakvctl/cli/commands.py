@@ -69,7 +69,7 @@ def run() -> int:
     except RakvError as error:
         return _fail(error, error.message, error.hint, error.exit_code)
     except TyperException as error:
-        return _fail(error, error.format_message(), f"see {_command_path(error)} --help", 2)
+        return _fail(error, error.format_message(), _hint(error), 2)
     except SystemExit as error:
         if error.code != 1:
             raise
@@ -89,6 +89,14 @@ def _unforeseen(error: Exception) -> tuple[str, str]:
         _write_no_more()
         return f"cannot write: {error.strerror}", "free some space, or write elsewhere"
     return f"{type(error).__name__}: {first_line(error)}", "RAKVCTL_DEBUG=1 shows where; please report it"
+
+
+def _hint(error: TyperException) -> str:
+    """Where to look it up; what is no option may be a prompt."""
+    path, context = _command_path(error), getattr(error, "ctx", None)
+    if getattr(error, "option_name", None) and context and any(p.name == "prompt" for p in context.command.params):
+        return f"see {path} --help; a prompt that begins with a dash goes behind --: {path} [OPTIONS] -- '--text'"
+    return f"see {path} --help"
 
 
 def _command_path(error: TyperException) -> str:

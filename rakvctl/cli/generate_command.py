@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from rakvctl.cli import inputs
+from rakvctl.cli import inputs, render
+from rakvctl.cli.escapes import unescape
 from rakvctl.cli.options import (
     Backend,
     BackendName,
@@ -38,7 +39,7 @@ _PROMPTS, _SAMPLING, _METHOD, _CLUSTER, _RESULTS = "Prompts", "Sampling", "Metho
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one, and for '-', stdin is read.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; text on stdin is added to it. Without one, and for '-', stdin is read.")
     ] = None,
     target: Target = "tiny",
     draft: Draft = None,
@@ -66,7 +67,7 @@ def generate(
             "--format",
             rich_help_panel=_PROMPTS,
             help="text: a file is one prompt; lines: each line is one; jsonl: each line is an object with `prompt` or "
-            "`messages`; auto: jsonl if it looks so, else text.",
+            "`messages`; auto: jsonl or a JSON array if it looks so, else text.",
         ),
     ] = InputFormat.AUTO,
     chat: Annotated[
@@ -119,7 +120,10 @@ def generate(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STR", rich_help_panel=_SAMPLING, help="End before this text; may be repeated.", show_default="none"
+            metavar="STR",
+            rich_help_panel=_SAMPLING,
+            help=r"End before this text; \n, \t, \xNN, \uNNNN and \\ are escapes in it; may be repeated.",
+            show_default="none",
         ),
     ] = None,
     policy: Annotated[
@@ -222,7 +226,8 @@ def generate(
     ] = False,
 ) -> int:
     """Generate text from one prompt or from files of prompts."""
-    check_sampling(temperature, top_p, stop or [])
+    stop = [unescape(text, "--stop") for text in stop or ()]
+    check_sampling(temperature, top_p, stop)
     policy_needs(policy)  # an unknown one is refused before anything takes time
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -230,12 +235,13 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
-        stop=tuple(stop or ()),
+        stop=tuple(stop),
     )
     _check_address(ray)
     num_workers = _num_workers(workers, ray, worker_cpus, worker_gpus)
     budget_bytes, disk_budget_bytes = parse_bytes(kv_budget), parse_bytes(kv_disk_budget)
-    source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f")
+    notify = (lambda _: None) if quiet else render.print_note
+    source = inputs.open_prompts(prompt, file or [], input_format, sampling, option="-f", notify=notify)
 
     # The runtime brings torch along, which takes seconds to import: only where it is needed, and without searching
     # all that is imported for garbage again and again.

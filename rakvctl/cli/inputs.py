@@ -4,14 +4,23 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from rakvctl.cli import render
 from rakvctl.cli.options import InputFormat
-from rakvctl.cli.prompt_files import STDIN, Piece, file_status, open_file
+from rakvctl.cli.prompt_files import (
+    CONVERT_HINT,
+    STDIN,
+    Piece,
+    PromptFile,
+    encoding_problem,
+    file_status,
+    open_file,
+    open_piped,
+)
 from rakvctl.core.errors import RequestError, UsageError
 from rakvctl.core.serving import Job, PromptId, attempt
 from rakvctl.core.text import Message, TextCodec
@@ -53,10 +62,12 @@ def open_prompts(
     sampling: SamplingParams,
     *,
     option: str | None = None,
+    notify: Callable[[str], None] = render.print_note,
 ) -> PromptSource:
     """Find out where prompts come from; files are opened now, so that a missing one is known before anything runs.
 
-    `option` is the one that names the files, for hints. Raises UsageError where there is no prompt at all, RakvError
+    An argument without files takes in what is on stdin, if there is something. `option` is the one that names the
+    files, for hints. Raises UsageError where there is no prompt at all, RakvError
     for a file that cannot be read.
     """
     if argument is None and not files:
@@ -67,20 +78,43 @@ def open_prompts(
         argument, files = None, [STDIN, *files]
     if files.count(STDIN) > 1:
         raise UsageError("stdin is named twice", "it can be read once: name it once")
+    piped = _piped(input_format, notify) if argument is not None and not files else None
     streams = [open_file(name, input_format, option) for name in files]
     several = len(files) + (argument is not None) > 1 or any(stream.kind is not InputFormat.TEXT for stream in streams)
 
     def prompts() -> Iterator[Prompt | BadPrompt]:
         if argument is not None:
-            yield Prompt(1, argument, sampling)
+            yield Prompt(1, argument, sampling) if piped is None else _join(argument, piped, sampling)
         number = 1 if argument is not None else 0
         for stream in streams:
             for piece in stream.pieces():
                 number += 1
                 yield _read(piece, stream.kind, number, sampling)
 
-    statuses = [file_status(stream.file) for stream in streams]
+    statuses = [file_status(stream.file) for stream in (*streams, *([piped] if piped else ()))]
     return PromptSource(prompts(), several, tuple(status for status in statuses if status is not None))
+
+
+def _piped(input_format: InputFormat, notify: Callable[[str], None]) -> PromptFile | None:
+    """Text on stdin for the argument. Raises UsageError where it is said to be lines."""
+    piped = open_piped(notify)
+    if piped is not None and input_format in (InputFormat.LINES, InputFormat.JSONL):
+        raise UsageError(
+            f"a prompt argument and {input_format.value} on stdin",
+            "drop the argument, or name stdin too with -f - to run both, or give it </dev/null",
+        )
+    return piped
+
+
+def _join(argument: str, piped: PromptFile, sampling: SamplingParams) -> Prompt | BadPrompt:
+    """One prompt of the argument and the text on stdin, with a blank line between them."""
+    [piece] = piped.pieces()
+    text = _read(piece, InputFormat.TEXT, 1, sampling)
+    if isinstance(text, BadPrompt):
+        return text
+    if not str(text.content).strip():
+        return Prompt(1, argument, sampling)
+    return replace(text, content=f"{argument}\n\n{text.content}") if argument else text
 
 
 def readable(prompt: Prompt | BadPrompt) -> Prompt:
@@ -158,6 +192,9 @@ def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams
 
 def _decode(raw: bytes) -> str:
     """UTF-8 without a byte order mark and without the line break at the end."""
+    problem = encoding_problem(raw)
+    if problem is not None:
+        raise RequestError(f"not UTF-8: {problem}", CONVERT_HINT)
     try:
         return raw.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
