@@ -202,6 +202,20 @@ def test_a_stop_string_ends_the_text_and_is_no_part_of_it(run_generate: Call) ->
     assert run_generate("hello", "-n", "24", "--stop", stop).out == stopped["text"] + "\n"
 
 
+def test_backslash_escapes_in_a_stop_are_those_of_the_command_line_only(run_generate: Call) -> None:
+    text = run_generate("hello", "-n", "16", "-o", "jsonl").records[0]["text"]
+    written = "".join(f"\\u{ord(letter):04x}" for letter in text[5:8])
+    assert run_generate("hello", "-n", "16", "-o", "jsonl", "--stop", written).records[0]["text"] == text[:5]
+    line = json.dumps({"prompt": "hello", "stop": written}).encode()
+    assert run_generate("-n", "16", stdin=line).records[0]["text"] == text
+
+
+def test_an_argument_and_piped_text_are_one_prompt(run_generate: Call) -> None:
+    expected = run_generate("Explain\n\na = 1", "-n", "6").out
+    assert run_generate("Explain", "-n", "6", stdin=b"a = 1\n").out == expected
+    assert expected != run_generate("Explain", "-n", "6").out
+
+
 def test_a_seed_repeats_the_draws_and_another_one_does_not(run_generate: Call) -> None:
     def text(*seed: str) -> str:
         return run_generate("hello", "-n", "24", "--temperature", "2", *seed).out

@@ -51,7 +51,9 @@ def test_an_array_of_prompts_is_read_as_prompts(indent: int | None, mark: bytes,
         assert first.sampling.seed == 3
 
 
-@pytest.mark.parametrize("document", ['{\n  "prompt": "x"\n}\n', '\n{"id": 4,\n"prompt": "x"}', '{"prompt": "x",\n"id": 1}'])
+@pytest.mark.parametrize(
+    "document", ['{\n  "prompt": "x"\n}\n', '\n{"id": 4,\n"prompt": "x"}', '{"prompt": "x",\n"id": 1}']
+)
 def test_one_object_over_several_lines_is_a_prompt(document: str, tmp_path: Path) -> None:
     for name in ("p.json", "p.txt", "p"):
         assert contents(write(tmp_path / name, document)) == ["x"]
@@ -80,7 +82,9 @@ def test_a_bad_element_is_named_and_costs_no_other(tmp_path: Path) -> None:
     assert bad.error.message.startswith(f"{file}, prompt 2: ")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '{\n"a": "b"}', '"x"', "def f(): pass", '[{"prompt": "x"},', "", "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", '{\n"a": "b"}', '"x"', "def f(): pass", '[{"prompt": "x"},', "", "[" * 9999]
+)
 def test_a_json_file_without_prompts_is_refused_and_named(text: str, tmp_path: Path) -> None:
     file = write(tmp_path / "p.json", text)
     with pytest.raises(RakvError, match=r"p\.json (is not JSON|holds no prompts)") as raised:
@@ -88,9 +92,11 @@ def test_a_json_file_without_prompts_is_refused_and_named(text: str, tmp_path: P
     assert "--format text" in raised.value.hint
 
 
-@pytest.mark.parametrize("text", ['[\n{"prompt": "x"},\n', '{\n"prompt": "x"\n}\n{\n"prompt": "y"\n}\n', '[\n{"messages" : [}]'])
+@pytest.mark.parametrize(
+    "text", ['[\n{"prompt": "x"},\n', '{\n"prompt": "x"\n}\n{\n"prompt": "y"\n}\n', '[\n{"messages" : [}]']
+)
 def test_a_damaged_document_of_prompts_is_no_text(text: str, tmp_path: Path) -> None:
-    with pytest.raises(RakvError, match="is not JSON: .*line"):
+    with pytest.raises(RakvError, match=r"is not JSON: .*line"):
         read(write(tmp_path / "p.txt", text))
     with pytest.raises(RakvError, match="stdin is not JSON"):
         read(text.encode())

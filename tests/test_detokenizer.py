@@ -94,9 +94,7 @@ def test_pieces_add_up_to_what_prompt_and_tokens_decode_to_at_once(kind: str, da
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gemma"])
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(alphabet="a é€😀\ufffd\n", min_size=1, max_size=8), data=st.data())
-def test_a_text_in_bytes_cut_anywhere_keeps_its_complete_characters(
-    kind: str, text: str, data: st.DataObject
-) -> None:
+def test_a_text_in_bytes_cut_anywhere_keeps_its_complete_characters(kind: str, text: str, data: st.DataObject) -> None:
     """Whatever is handed out before the end is a beginning of the text: U+FFFD stands where one was, and at a cut."""
     codec = codec_of(kind)
     context = ids(kind, "dog")
@@ -139,7 +137,9 @@ def test_a_text_of_its_own_begins_without_the_space_that_marks_a_word(kind: str)
 
 
 def test_parts_of_words_go_on_without_their_mark() -> None:
-    whole, steps = stream(codec_of("word-piece"), ids("word-piece", "##ing", "the", "##s", "."), ids("word-piece", "dog"))
+    whole, steps = stream(
+        codec_of("word-piece"), ids("word-piece", "##ing", "the", "##s", "."), ids("word-piece", "dog")
+    )
     assert (whole, steps) == ("ing thes.", ["ing", " the", "s", ".", ""])
 
 
@@ -231,7 +231,7 @@ def test_workers_of_a_fleet_know_an_answer_from_a_continuation() -> None:
 
 
 def test_tokens_that_end_inside_the_next_character_lose_none() -> None:
-    """As a byte-level vocabulary has them for Japanese: many tokens one after another end with an incomplete character."""
+    """As byte-level vocabularies have them for Japanese, one behind the other."""
     token_ids = ids("byte-level", "\u00f0\u0141", "\u013a\u0122", *("\u00f0\u0141", "\u013a\u0122") * 3)
     straddling = ids("byte-level", "\u00c2", *("\u00a9\u00f0", "\u0141", "\u013a", "\u0122\u00c2") * 6)
     codec = codec_of("byte-level")

@@ -20,7 +20,16 @@ def _vocab(*tokens: str) -> dict[str, int]:
 def _byte_level() -> Tokenizer:
     """As GPT-2 and Llama-3: a token is bytes, perhaps of half a character."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    halves = ("\u00f0\u0141", "\u013a\u0122", "\u00a9\u00f0", "\u0122\u00c2", "\u0120dog", "\u0120the", "dog", "\u010a\u0120")
+    halves = (
+        "\u00f0\u0141",
+        "\u013a\u0122",
+        "\u00a9\u00f0",
+        "\u0122\u00c2",
+        "\u0120dog",
+        "\u0120the",
+        "dog",
+        "\u010a\u0120",
+    )
     tokenizer = Tokenizer(models.BPE(_vocab(*letters, *halves), []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

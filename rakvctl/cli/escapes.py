@@ -17,7 +17,9 @@ def unescape(text: str, option: str) -> str:
     try:
         return replaced.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{option} is not valid Unicode", r"write both \uNNNN of a character, or the character") from error
+        raise UsageError(
+            f"{option} is not valid Unicode", r"write both \uNNNN of a character, or the character"
+        ) from error
 
 
 def _character(match: re.Match[str]) -> str:

@@ -39,7 +39,10 @@ _PROMPTS, _SAMPLING, _METHOD, _CLUSTER, _RESULTS = "Prompts", "Sampling", "Metho
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; text on stdin is added to it. Without one, and for '-', stdin is read.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="The prompt; text on stdin is added to it. Without one, and for '-', stdin is read."
+        ),
     ] = None,
     target: Target = "tiny",
     draft: Draft = None,

@@ -78,7 +78,7 @@ def open_prompts(
         argument, files = None, [STDIN, *files]
     if files.count(STDIN) > 1:
         raise UsageError("stdin is named twice", "it can be read once: name it once")
-    piped = _piped(input_format, notify) if argument is not None and not files else None
+    piped = open_piped(input_format, notify) if argument is not None and not files else None
     streams = [open_file(name, input_format, option) for name in files]
     several = len(files) + (argument is not None) > 1 or any(stream.kind is not InputFormat.TEXT for stream in streams)
 
@@ -91,19 +91,9 @@ def open_prompts(
                 number += 1
                 yield _read(piece, stream.kind, number, sampling)
 
-    statuses = [file_status(stream.file) for stream in (*streams, *([piped] if piped else ()))]
+    opened = [*streams, piped] if piped else streams
+    statuses = [file_status(stream.file) for stream in opened]
     return PromptSource(prompts(), several, tuple(status for status in statuses if status is not None))
-
-
-def _piped(input_format: InputFormat, notify: Callable[[str], None]) -> PromptFile | None:
-    """Text on stdin for the argument. Raises UsageError where it is said to be lines."""
-    piped = open_piped(notify)
-    if piped is not None and input_format in (InputFormat.LINES, InputFormat.JSONL):
-        raise UsageError(
-            f"a prompt argument and {input_format.value} on stdin",
-            "drop the argument, or name stdin too with -f - to run both, or give it </dev/null",
-        )
-    return piped
 
 
 def _join(argument: str, piped: PromptFile, sampling: SamplingParams) -> Prompt | BadPrompt:

@@ -75,8 +75,11 @@ def open_file(name: str, input_format: InputFormat, option: str | None) -> Promp
         raise _cannot_read(name, option, error) from error
 
 
-def open_piped(notify: Callable[[str], None]) -> PromptFile | None:
-    """Text on stdin that goes with a prompt argument, None where there is none. Raises RakvError as `first_byte`."""
+def open_piped(input_format: InputFormat, notify: Callable[[str], None]) -> PromptFile | None:
+    """Text on stdin that goes with a prompt argument, None where there is none.
+
+    Raises UsageError where it is said to be lines, or never comes, RakvError where it cannot be read.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
@@ -86,6 +89,11 @@ def open_piped(notify: Callable[[str], None]) -> PromptFile | None:
         raise _cannot_read(STDIN, None, error) from error
     if not first and file is not sys.stdin.buffer:
         file.close()
+    if first and input_format in (InputFormat.LINES, InputFormat.JSONL):
+        raise UsageError(
+            f"a prompt argument and {input_format.value} on stdin",
+            "drop the argument, or name stdin too with -f - to run both, or give it </dev/null",
+        )
     return PromptFile(file, STDIN, InputFormat.TEXT, [first], None) if first else None
 
 
