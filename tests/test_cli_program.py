@@ -42,7 +42,7 @@ def test_help_has_a_short_name(command: list[str], run: Call) -> None:
 
 
 def test_the_hint_on_wrong_usage_names_the_help_of_that_command(run: Call) -> None:
-    assert run("generate", "--nothing").err.splitlines()[1] == "Hint: see rakvctl generate --help"
+    assert run("generate", "--nothing").err.splitlines()[1].startswith("Hint: see rakvctl generate --help; ")
     assert run("--nothing").err.splitlines()[1] == "Hint: see rakvctl --help"
 
 
