@@ -49,7 +49,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
     paths = []
     for name, noise in (("target", 0.0), ("draft", 0.02)):
-        path = save_checkpoint(folder / name, random_model("llama", seed=5, noise=noise))
+        path = save_checkpoint(folder / name, random_model("llama", seed=34, noise=noise))
         (path / "generation_config.json").unlink()
         paths.append(path)
     return paths[0], paths[1]
@@ -65,9 +65,8 @@ def with_config(checkpoint: Path, folder: Path, **config: Any) -> Path:
 def generate(checkpoint: Path, prompt: tuple[int, ...], **options: Any) -> tuple[int, ...]:
     """What transformers adds to the prompt, by its own reading of the checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    output = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NUM_NEW, pad_token_id=0, **options
-    )
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, pad_token_id=0, **options)
     return tuple(output[0, len(prompt) :].tolist())
 
 
@@ -193,10 +192,11 @@ def read(folder: Path, **config: Any) -> tuple[str, ...]:
 
 
 def test_one_note_names_what_is_not_applied(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    target = with_config(checkpoints[0], tmp_path, num_beams=4, typical_p=0.9, watermarking_config={"greenlist_ratio": 0.3})
+    config = {"typical_p": 0.9, "watermarking_config": {"greenlist_ratio": 0.3}, "num_beams": 4}
+    target = with_config(checkpoints[0], tmp_path, **config)
     _, notes = load(target, checkpoints[1])
     (note,) = notes
-    assert f"{target}: " in note
+    assert f"of {target} sets " in note
     assert "num_beams, watermarking_config, typical_p" in note
 
 

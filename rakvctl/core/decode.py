@@ -70,13 +70,13 @@ def decode(
     committed = len(sequence.token_ids)
     drafts = True
     try:
-        first, _ = verifier.choose(first_logits)
+        first, _ = verifier.choose(first_logits, sequence.token_ids)
         yield StepEvent(sequence.emit([first]), num_draft_tokens=0, num_accepted_tokens=0)
         while not sequence.finished:
             length = len(sequence.token_ids)
             proposal = _propose(sequence, speculator, engine, verifier) if drafts else Proposal(())
             logits = _verify(sequence, proposal, engine)
-            num_accepted, following = verifier.accept(proposal, logits)
+            num_accepted, following = verifier.accept(proposal, logits, sequence.token_ids)
             drafts = following is not None
             own = [] if following is None else [following]
             emitted = sequence.emit([*proposal.token_ids[:num_accepted], *own])

@@ -74,7 +74,7 @@ class ModelDrafter:
         tokens: list[int] = []
         probs: list[np.ndarray] = []
         while True:
-            token, distribution = verifier.choose(logits)
+            token, distribution = verifier.choose(logits, token_ids, tokens)
             tokens.append(token)
             if distribution is not None:
                 probs.append(distribution)

@@ -9,6 +9,7 @@ from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import ModelError, RakvError, UsageError
 from rakvctl.core.exactness import logit_difference
+from rakvctl.core.generation_config import read_generation_config
 from rakvctl.core.hardware import num_cores
 from rakvctl.core.loaders import Loader, make_loader
 from rakvctl.core.lookup import History, LookupDrafter
@@ -67,6 +68,10 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     target_files = loader.find(options.target, "target", notify)
     draft_files = loader.find(draft_name, "draft", notify) if draft_name else None
     codec = loader.load_codec(target_files)
+    generation = read_generation_config(target_files)
+    if generation.not_applied:
+        names = ", ".join(generation.not_applied)
+        notify(f"the generation config of {options.target} sets {names}, which rakvctl does not apply")
     if draft_files is not None and loader.load_codec(draft_files).token_map() != codec.token_map():
         raise ModelError(
             f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
@@ -79,7 +84,15 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     draft = None
     if draft_files is not None and target.can_rollback:
         draft = _load_draft(loader, draft_files, codec.vocab_size, notify)
-    return ModelPair(codec, target, options.target, draft, draft_files.name if draft and draft_files else "", disk=disk)
+    return ModelPair(
+        codec,
+        target,
+        options.target,
+        draft,
+        draft_files.name if draft and draft_files else "",
+        disk=disk,
+        logits_settings=generation.settings,
+    )
 
 
 def _tell_unstable_prefixes(target: Engine, options: RuntimeOptions, notify: Notify) -> None:
@@ -128,6 +141,7 @@ def make_runtime(pair: ModelPair, options: RuntimeOptions, profile: HardwareProf
         policy=make_policy(policy, profile, pair.successors),
         experience=experience,
         near_tie=pair.near_tie or 0.0,
+        logits_settings=pair.logits_settings,
     )
 
 

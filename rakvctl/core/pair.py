@@ -1,11 +1,12 @@
 """The loaded models that serve requests together, and the fingerprint of what their times depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rakvctl.core.disk.tier import DiskTier
 from rakvctl.core.drafters import Drafter, ModelDrafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.hardware import processor_name
+from rakvctl.core.logits_processors import LogitsSettings
 from rakvctl.core.profile import Fingerprint
 from rakvctl.core.text import TextCodec
 
@@ -18,6 +19,7 @@ class ModelPair:
     where that is not known yet.
     `successors`: what mostly follows each of its first token ids, as far as that is known.
     `disk`: where stored prefixes outlive the process.
+    `logits_settings`: what the target's checkpoint asks for; in force for the draft model's tokens too.
     """
 
     codec: TextCodec
@@ -28,6 +30,7 @@ class ModelPair:
     near_tie: float | None = None
     successors: tuple[int, ...] = ()
     disk: DiskTier | None = None
+    logits_settings: LogitsSettings = field(default_factory=LogitsSettings)
 
     def drafter(self) -> Drafter | None:
         """The draft model as a drafter, with nothing drafted yet."""

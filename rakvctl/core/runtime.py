@@ -12,6 +12,7 @@ from rakvctl.core.decode import Sequence, decode, prefill_rest, restore_prefix
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.engine import Engine
 from rakvctl.core.errors import DamagedEntryError, RequestError
+from rakvctl.core.logits_processors import LogitsSettings, make_processors
 from rakvctl.core.policies import FixedPolicy, Policy
 from rakvctl.core.seams import Clock, EngineInfo
 from rakvctl.core.speculators import Speculator
@@ -29,7 +30,7 @@ from rakvctl.core.types import (
     SamplingParams,
     StepEvent,
 )
-from rakvctl.core.verify import make_verifier
+from rakvctl.core.verify import Verifier, make_verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,13 @@ class Runtime:
         policy: Policy,
         experience: Experience | None = None,
         near_tie: float = 0.0,
+        logits_settings: LogitsSettings | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """`experience`: what earlier requests have taught; `clock` gives seconds.
 
         `near_tie`: where the two best logits lie no further apart, only a pass over one token chooses.
+        `logits_settings`: what the target's checkpoint asks for; a request may give another repetition penalty.
         """
         self._codec = codec
         self._target = target
@@ -69,6 +72,7 @@ class Runtime:
         self._plain_policy = FixedPolicy(policy.name, Action(reuse=False, draft_len=0))
         self._experience = experience or Experience()
         self.near_tie = near_tie
+        self._logits_settings = logits_settings or LogitsSettings()
         self._clock = clock
 
     @property
@@ -165,7 +169,7 @@ class Runtime:
 
         events: list[StepEvent] = []
         ttft_ms = 0.0
-        verifier = make_verifier(request.sampling, self.near_tie)
+        verifier = self._verifier(request, max_new_tokens)
         # Closed here: a loop that is left half-way must not roll back while the next request runs.
         with closing(decode(sequence, speculator, logits, self._target, verifier)) as steps:
             for event in steps:
@@ -202,6 +206,20 @@ class Runtime:
         self._target.rollback(0)
         if self._drafter is not None:
             self._drafter.rollback(0)
+
+    def _verifier(self, request: Request, max_new_tokens: int) -> Verifier:
+        """Chooses tokens as the request and the target's checkpoint say, the draft model's own ones too."""
+        settings, penalty = self._logits_settings, request.sampling.repetition_penalty
+        if penalty is not None:
+            settings = replace(settings, repetition_penalty=penalty)
+        processors = make_processors(
+            settings,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_new_tokens=max_new_tokens,
+            end_token_ids=self._codec.end_token_ids,
+            vocab_size=self._target.vocab_size,
+        )
+        return make_verifier(request.sampling, self.near_tie * settings.sensitivity, processors)
 
     def settle(self) -> None:
         """Do what nobody waits for, between requests and at the end: what is stored on a disk is written now."""

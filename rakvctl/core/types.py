@@ -27,7 +27,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How tokens are chosen and when to stop. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    `repetition_penalty` None: the model's own.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -35,6 +38,8 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

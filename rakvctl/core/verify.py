@@ -1,23 +1,34 @@
 """How tokens are chosen and how drafted ones are accepted: greedy, or by sampling without changing the distribution."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from rakvctl.core.array_logits import ArrayLogits
 from rakvctl.core.errors import no_numbers
+from rakvctl.core.logits_processors import LogitsProcessors
 from rakvctl.core.seams import Logits
 from rakvctl.core.types import Proposal, SamplingParams
 
 
 class Verifier(Protocol):
-    """Chooses tokens from logits, for the target and for a draft, and decides which drafted tokens stand."""
+    """Chooses tokens from logits, for the target and for a draft, and decides which drafted tokens are accepted.
 
-    def choose(self, logits: Logits) -> tuple[int, np.ndarray | None]:
-        """Choose the token after the last position; with it the distribution it was drawn from, or None if greedy."""
+    `token_ids` is the sequence without what is drafted, and only grows; only logits processors read it.
+    """
+
+    def choose(
+        self, logits: Logits, token_ids: Sequence[int] = (), drafted: Sequence[int] = ()
+    ) -> tuple[int, np.ndarray | None]:
+        """Choose the token after the last position, which follows `token_ids` and `drafted`.
+
+        Returns it with the distribution it was drawn from, or None if greedy.
+        """
         ...
 
-    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int | None]:
-        """Judge a proposal of k tokens by the target's logits of k + 1 positions.
+    def accept(self, proposal: Proposal, logits: Logits, token_ids: Sequence[int] = ()) -> tuple[int, int | None]:
+        """Judge a proposal of k tokens after `token_ids` by the target's logits of k + 1 positions.
 
         Returns how many of its first tokens stand, and the token that follows them, or None where these logits are not
         to decide about it. Without a proposal they always are.
@@ -29,18 +40,24 @@ class GreedyVerifier:
     """The target's best token, always: a drafted token stands if it is that one.
 
     `near_tie`: how far the width of a pass may move two logits towards each other. Where the two best lie no further
-    apart, a pass over several tokens is not to choose: plain decoding might choose the other one.
+    apart, a pass over several tokens is not to choose: plain decoding might choose the other one. `processors` edit
+    the logits first, and `near_tie` is then about the processed ones.
     """
 
-    def __init__(self, near_tie: float = 0.0) -> None:
+    def __init__(self, near_tie: float = 0.0, processors: LogitsProcessors | None = None) -> None:
         self._near_tie = near_tie
+        self._processors = processors
 
-    def choose(self, logits: Logits) -> tuple[int, None]:
+    def choose(self, logits: Logits, token_ids: Sequence[int] = (), drafted: Sequence[int] = ()) -> tuple[int, None]:
         """The argmax of the last position."""
+        if self._processors is not None:
+            logits = ArrayLogits(self._processors.process(logits.numpy()[-1], token_ids, drafted)[None])
         return logits.argmax()[-1], None
 
-    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int | None]:
+    def accept(self, proposal: Proposal, logits: Logits, token_ids: Sequence[int] = ()) -> tuple[int, int | None]:
         """Accept up to the first disagreement, the target's own token follows; or up to the first near tie."""
+        if self._processors is not None:
+            logits = _processed_until_rejected(self._processors, proposal.token_ids, logits, token_ids)
         best = logits.argmax()
         accepted = 0
         while accepted < len(proposal.token_ids) and proposal.token_ids[accepted] == best[accepted]:
@@ -60,25 +77,34 @@ class SamplingVerifier:
     theorem 1; Chen et al. 2023). The random numbers come from the request's seed.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, processors: LogitsProcessors | None = None) -> None:
         self._params = params
+        self._processors = processors
         self._random = np.random.default_rng(params.seed)
 
-    def choose(self, logits: Logits) -> tuple[int, np.ndarray]:
+    def choose(
+        self, logits: Logits, token_ids: Sequence[int] = (), drafted: Sequence[int] = ()
+    ) -> tuple[int, np.ndarray]:
         """Draw from the distribution after the last position, [vocab_size]."""
-        probs = distribution(logits.numpy()[-1], self._params)
+        probs = self._distribution(logits.numpy()[-1], token_ids, drafted)
         return self._draw(probs), probs
 
-    def accept(self, proposal: Proposal, logits: Logits) -> tuple[int, int]:
+    def accept(self, proposal: Proposal, logits: Logits, token_ids: Sequence[int] = ()) -> tuple[int, int]:
         """Accept tokens one by one; where one is refused, draw from what the draft left over."""
         scores = logits.numpy()
         for index, token in enumerate(proposal.token_ids):
-            target = distribution(scores[index], self._params)
+            target = self._distribution(scores[index], token_ids, proposal.token_ids[:index])
             draft = _one_hot(token, len(target)) if proposal.probs is None else proposal.probs[index]
             if self._random.random() * draft[token] >= target[token]:
                 rest = np.maximum(target - draft, 0.0)
                 return index, self._draw(rest / rest.sum() if rest.any() else target)
-        return len(proposal.token_ids), self._draw(distribution(scores[-1], self._params))
+        return len(proposal.token_ids), self._draw(self._distribution(scores[-1], token_ids, proposal.token_ids))
+
+    def _distribution(self, scores: np.ndarray, token_ids: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
+        """Probabilities [vocab_size] of the token after the sequence and what is drafted."""
+        if self._processors is not None:
+            scores = self._processors.process(scores, token_ids, drafted)
+        return distribution(scores, self._params)
 
     def _draw(self, probs: np.ndarray) -> int:
         """Draw an index by inverting the cumulative distribution; an impossible token is never drawn."""
@@ -87,16 +113,33 @@ class SamplingVerifier:
         return min(index, int(np.flatnonzero(probs)[-1]))
 
 
-def make_verifier(params: SamplingParams, near_tie: float = 0.0) -> Verifier:
-    """Greedy at temperature 0, else sampling; `near_tie` as `GreedyVerifier` has it."""
-    return GreedyVerifier(near_tie) if params.temperature == 0 else SamplingVerifier(params)
+def make_verifier(
+    params: SamplingParams, near_tie: float = 0.0, processors: LogitsProcessors | None = None
+) -> Verifier:
+    """Greedy at temperature 0, else sampling; `near_tie` and `processors` as `GreedyVerifier` has them."""
+    return GreedyVerifier(near_tie, processors) if params.temperature == 0 else SamplingVerifier(params, processors)
+
+
+def _processed_until_rejected(
+    processors: LogitsProcessors, drafted: Sequence[int], logits: Logits, token_ids: Sequence[int]
+) -> ArrayLogits:
+    """The processed scores up to the first row whose argmax is not the drafted token.
+
+    Later rows follow tokens that are never emitted, so a processor need not make sense of them.
+    """
+    rows: list[np.ndarray] = []
+    for index, scores in enumerate(logits.numpy()):
+        rows.append(processors.process(scores, token_ids, drafted[:index]))
+        if index < len(drafted) and rows[-1].argmax() != drafted[index]:
+            break
+    return ArrayLogits(np.stack(rows))
 
 
 def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probabilities [vocab_size], float64, of logits after temperature, then top-k, then top-p.
+    """Probabilities [vocab_size], float64, of logits after temperature, then top-k, then top-p, then min-p.
 
-    Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case. Raises
-    RequestError where the scores are no numbers.
+    Top-p keeps the fewest most likely tokens whose probabilities reach it, the best one in any case; min-p drops those
+    that are less likely than this share of the best one. Raises RequestError where the scores are no numbers.
     """
     best = scores.max()
     if not np.isfinite(best):
@@ -113,6 +156,9 @@ def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
         order = np.argsort(-probs, kind="stable")
         before = np.cumsum(probs[order]) - probs[order]
         probs[order[before >= params.top_p]] = 0.0
+        probs /= probs.sum()
+    if params.min_p > 0.0:
+        probs[probs < params.min_p * probs.max()] = 0.0
         probs /= probs.sum()
     return probs
 

@@ -32,6 +32,7 @@ def measure_acceptance(
         drafter=pair.drafter(),
         store=PrefixStore(MemoryTier(0)),
         policy=make_policy(_POLICY),
+        logits_settings=pair.logits_settings,
         clock=clock,
     )
     started = clock()

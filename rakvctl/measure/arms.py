@@ -149,5 +149,6 @@ def make_arm_runtime(
         policy=policy,
         experience=experience,
         near_tie=pair.near_tie or 0.0,
+        logits_settings=pair.logits_settings,
         clock=clock,
     )

@@ -1,13 +1,15 @@
 """What people would use otherwise: transformers' `generate`, plain and with its two kinds of assisted decoding.
 
-A peer runs the same checkpoint in the same dtype, with the same threads, as transformers itself loads it.
+A peer runs the same checkpoint in the same dtype, with the same threads, as transformers itself loads it. Of the
+checkpoint's generation config it has what our policies apply, and nothing else.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from rakvctl.core.backends.torch_load import pick_device, quiet_transformers
@@ -88,6 +90,8 @@ def load_hf_arms(
     # Whatever dtype another engine has, transformers computes a GGUF file's weights in float32.
     dtype = getattr(torch, pair.target.info.dtype, torch.float32)
     model = _load(target, dtype, device)
+    # Through JSON, where tuples become the lists that transformers wants.
+    model.generation_config = GenerationConfig(**json.loads(json.dumps(pair.logits_settings.changed)))
     if "hf-assisted" in options and draft is not None:
         options = {**options, "hf-assisted": {"assistant_model": _load(draft, dtype, device)}}
     return [HfArm(name, model, pair.codec.end_token_ids, clock, **told) for name, told in options.items()]
