@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rakvctl.core.backends.torch_loader import load_codec
 from rakvctl.core.drafters import Drafter
 from rakvctl.core.errors import ModelError
 from rakvctl.core.generation_config import read_generation_config
@@ -82,6 +84,18 @@ def load(target: Path, draft: Path) -> tuple[ModelPair, list[str]]:
     return load_pair(options, notes.append), notes
 
 
+@pytest.fixture(scope="module")
+def pair(checkpoints: tuple[Path, Path]) -> ModelPair:
+    """The models of both, loaded once."""
+    return load(*checkpoints)[0]
+
+
+def configured(pair: ModelPair, target: Path) -> ModelPair:
+    """The pair as `load_pair` has it of this target, which differs in its generation config only."""
+    files = ModelFiles("it", target)
+    return replace(pair, codec=load_codec(files), logits_settings=read_generation_config(files).settings)
+
+
 def complete_twice(
     pair: ModelPair, policy: str, drafter: Drafter | None, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> list[tuple[int, ...]]:
@@ -122,13 +136,14 @@ CONFIGS: dict[str, Callable[[Tokens], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_policy_gives_what_generate_gives(name: str, checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_policy_gives_what_generate_gives(
+    name: str, checkpoints: tuple[Path, Path], pair: ModelPair, tmp_path: Path
+) -> None:
     said = plain(checkpoints[0], PROMPT)
     target = with_config(checkpoints[0], tmp_path, **CONFIGS[name](said))
     expected = generate(target, PROMPT)
     assert expected != said, "the config changes the text, or nothing is tested"
-    pair, notes = load(target, checkpoints[1])
-    assert notes == []
+    pair = configured(pair, target)
     sampling = SamplingParams(max_new_tokens=NUM_NEW)
     for policy in ("ar", "kv", "spec-2", "joint-4", "auto"):
         assert complete_twice(pair, policy, pair.drafter(), PROMPT, sampling) == [expected] * 2, policy
@@ -137,7 +152,9 @@ def test_every_policy_gives_what_generate_gives(name: str, checkpoints: tuple[Pa
         assert complete_twice(pair, policy, lookup, PROMPT, sampling) == [expected] * 2, f"{policy}, looked up"
 
 
-def test_a_first_token_is_forced_after_a_prompt_of_one(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_first_token_is_forced_after_a_prompt_of_one(
+    checkpoints: tuple[Path, Path], pair: ModelPair, tmp_path: Path
+) -> None:
     """What must not begin a text is then the second token."""
     said = plain(checkpoints[0], SHORT)
     second = plain(checkpoints[0], (*SHORT, 30))[0]
@@ -146,7 +163,7 @@ def test_a_first_token_is_forced_after_a_prompt_of_one(checkpoints: tuple[Path, 
     expected = generate(target, SHORT)
     assert expected[0] == 30 != said[0]
     assert expected[1] != second
-    pair, _ = load(target, checkpoints[1])
+    pair = configured(pair, target)
     for policy in ("ar", "spec-2"):
         sampling = SamplingParams(max_new_tokens=NUM_NEW)
         assert complete_twice(pair, policy, pair.drafter(), SHORT, sampling) == [expected] * 2
@@ -162,9 +179,9 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(checkpoints: tup
     assert completion.num_accepted_tokens == completion.num_draft_tokens == 16
 
 
-def test_a_request_may_say_another_penalty(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_request_may_say_another_penalty(checkpoints: tuple[Path, Path], pair: ModelPair, tmp_path: Path) -> None:
     target = with_config(checkpoints[0], tmp_path, repetition_penalty=1.3)
-    pair, _ = load(target, checkpoints[1])
+    pair = configured(pair, target)
     for penalty in (1.0, 1.7):
         expected = generate(target, PROMPT, repetition_penalty=penalty)
         sampling = SamplingParams(max_new_tokens=NUM_NEW, repetition_penalty=penalty)
@@ -179,7 +196,8 @@ def test_without_a_generation_config_the_models_config_is_asked(checkpoints: tup
     path.write_text(json.dumps({**json.loads(path.read_text()), "no_repeat_ngram_size": 2}), encoding="ascii")
     expected = generate(copy, PROMPT)
     assert expected != plain(checkpoints[0], PROMPT)
-    pair, _ = load(copy, checkpoints[1])
+    pair, notes = load(copy, checkpoints[1])
+    assert notes == []
     assert complete_twice(pair, "kv", None, PROMPT, SamplingParams(max_new_tokens=NUM_NEW)) == [expected] * 2
 
 
