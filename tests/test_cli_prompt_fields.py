@@ -173,8 +173,34 @@ def test_a_value_that_asks_for_nothing_is_no_mistake(name: str, value: Any, tmp_
 
 @pytest.mark.parametrize(
     "name",
-    "category prompt_id reference answer step speed top text index label user model metadata stream store title "
-    "completion_tokens prompt_tokens tokens_per_s finish_reason template tempo stopped seeded maximum temporary".split(),
+    [
+        "category",
+        "prompt_id",
+        "reference",
+        "answer",
+        "step",
+        "speed",
+        "top",
+        "text",
+        "index",
+        "label",
+        "user",
+        "model",
+        "metadata",
+        "stream",
+        "store",
+        "title",
+        "completion_tokens",
+        "prompt_tokens",
+        "tokens_per_s",
+        "finish_reason",
+        "template",
+        "tempo",
+        "stopped",
+        "seeded",
+        "maximum",
+        "temporary",
+    ],
 )
 def test_data_of_the_users_own_is_no_mistake(name: str, tmp_path: Path) -> None:
     assert read(tmp_path, **{name: 3}) == Prompt("own", "x", SAMPLING)

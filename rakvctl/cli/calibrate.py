@@ -28,6 +28,7 @@ from rakvctl.cli.options import (
     Threads,
 )
 from rakvctl.cli.page import counted
+from rakvctl.cli.prompt_fields import Content
 from rakvctl.cli.sources import is_typed
 from rakvctl.core.errors import ProfileError, UsageError
 from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable
@@ -140,7 +141,7 @@ def calibrate(
     return 0
 
 
-def _contents(name: str, out: Path | None) -> list[inputs.Content]:
+def _contents(name: str, out: Path | None) -> list[Content]:
     """All prompts of a file that is not to be written. Raises the error of its first bad line."""
     source = inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams(), option="--prompts")
     if out is not None:

@@ -27,6 +27,7 @@ from rakvctl.cli.options import (
     Target,
     Threads,
 )
+from rakvctl.cli.prompt_fields import Content
 from rakvctl.cli.sources import is_default, is_typed
 from rakvctl.core.acceptance import initial_experience
 from rakvctl.core.cost import CostModel
@@ -157,7 +158,7 @@ def _asked_pair(context: typer.Context) -> list[str]:
     return [] if is_default(context, "draft") else ["draft"]
 
 
-def _content(argument: str | None, sampling: SamplingParams) -> inputs.Content:
+def _content(argument: str | None, sampling: SamplingParams) -> Content:
     """The one prompt to explain, from the argument or from stdin."""
     source = inputs.open_prompts(argument, [], InputFormat.TEXT, sampling)
     return inputs.readable(next(source.prompts)).content

@@ -88,7 +88,6 @@ def generate(
             "-n",
             "--max-new-tokens",
             metavar="N",
-            min=1,
             rich_help_panel=_SAMPLING,
             help="At most this many new tokens.",
         ),
@@ -106,15 +105,29 @@ def generate(
     ] = 1.0,
     top_k: Annotated[
         int,
-        typer.Option(
-            metavar="K", min=0, rich_help_panel=_SAMPLING, help="Draw from the K likeliest tokens, 0 from all."
-        ),
+        typer.Option(metavar="K", rich_help_panel=_SAMPLING, help="Draw from the K likeliest tokens, 0 from all."),
     ] = 0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            rich_help_panel=_SAMPLING,
+            help="Draw from tokens at least P times as likely as the likeliest one, 0 from all.",
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            rich_help_panel=_SAMPLING,
+            help="Make tokens that came before less likely, by this factor of their logits; 1 changes nothing.",
+            show_default="the model's own, else 1",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            min=0,
             rich_help_panel=_SAMPLING,
             help="Seed of the random numbers, the same for each prompt.",
             show_default="a new one each time",
@@ -229,17 +242,18 @@ def generate(
     ] = False,
 ) -> int:
     """Generate text from one prompt or from files of prompts."""
-    stop = [unescape(text, "--stop") for text in stop or ()]
-    check_sampling(temperature, top_p, stop)
-    policy_needs(policy)  # an unknown one is refused before anything takes time
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         seed=seed,
-        stop=tuple(stop),
+        stop=tuple(unescape(text, "--stop") for text in stop or ()),
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
+    check_sampling(sampling)
+    policy_needs(policy)  # an unknown one is refused before anything takes time
     _check_address(ray)
     num_workers = _num_workers(workers, ray, worker_cpus, worker_gpus)
     budget_bytes, disk_budget_bytes = parse_bytes(kv_budget), parse_bytes(kv_disk_budget)

@@ -5,12 +5,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from rakvctl.cli import render
 from rakvctl.cli.options import InputFormat
+from rakvctl.cli.prompt_fields import Content, content_of, sampling_of
 from rakvctl.cli.prompt_files import (
     CONVERT_HINT,
     STDIN,
@@ -23,10 +24,8 @@ from rakvctl.cli.prompt_files import (
 )
 from rakvctl.core.errors import RequestError, UsageError
 from rakvctl.core.serving import Job, PromptId, attempt
-from rakvctl.core.text import Message, TextCodec
+from rakvctl.core.text import TextCodec
 from rakvctl.core.types import Request, SamplingParams
-
-Content = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams
             return Prompt(number, text, sampling)
         fields = _parse(text)
         prompt_id = _id(fields, number)
-        return Prompt(prompt_id, _content(fields), _sampling(fields, sampling))
+        return Prompt(prompt_id, content_of(fields), sampling_of(fields, sampling))
     except RequestError as error:
         message = f"{piece.place}: {error.message}" if piece.place else error.message
         return BadPrompt(prompt_id, RequestError(message, error.hint))
@@ -213,49 +212,3 @@ def _id(fields: dict[str, Any], number: int) -> PromptId:
     if isinstance(prompt_id, str) and any("\ud800" <= letter <= "\udfff" for letter in prompt_id):
         raise RequestError("`id` holds half a surrogate pair", "no record could be written with it: mend it")
     return prompt_id
-
-
-def _content(fields: dict[str, Any]) -> Content:
-    prompt, messages = fields.get("prompt"), fields.get("messages")
-    if (prompt is None) == (messages is None):
-        raise RequestError("needs either `prompt` or `messages`", 'write {"prompt": "..."} or {"messages": [...]}')
-    if prompt is not None:
-        if not isinstance(prompt, str):
-            raise RequestError("`prompt` is not a string", 'write {"prompt": "..."}')
-        return prompt
-    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
-        raise RequestError(
-            "`messages` is not a list of chat messages", 'write {"messages": [{"role": "user", "content": "..."}]}'
-        )
-    return tuple(messages)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _sampling(fields: dict[str, Any], default: SamplingParams) -> SamplingParams:
-    """The parameters of the command line with those of the line put over them."""
-    changed: dict[str, Any] = {}
-    for name, smallest in (("max_new_tokens", 1), ("seed", 0)):
-        if name in fields:
-            changed[name] = _number(fields, name, smallest, int)
-    if "temperature" in fields:
-        changed["temperature"] = float(_number(fields, "temperature", 0, (int, float)))
-    if "stop" in fields:
-        stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
-        if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
-            raise RequestError(
-                "`stop` is not a string or a list of strings", "empty strings stop nothing: leave them out"
-            )
-        changed["stop"] = tuple(stop)
-    return replace(default, **changed)
-
-
-def _number(fields: dict[str, Any], name: str, smallest: int, kind: Any) -> Any:
-    value = fields[name]
-    # The largest float bounds integers too: beyond it they cannot become one.
-    if isinstance(value, bool) or not isinstance(value, kind) or not smallest <= value <= sys.float_info.max:
-        what = "an integer" if kind is int else "a number"
-        raise RequestError(f"`{name}` is not {what} from {smallest} on", f"correct `{name}`, or leave it out")
-    return value

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from rakvctl.cli.sampling import BOUNDED, bounded
 from rakvctl.core.errors import UsageError
+from rakvctl.core.types import SamplingParams
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]i?B|B)?", re.IGNORECASE | re.ASCII)
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -78,13 +80,14 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def check_sampling(temperature: float, top_p: float, stop: list[str]) -> None:
-    """Raise UsageError for what no token can be drawn with; also where it is no number at all."""
-    if not 0 <= temperature < float("inf"):
-        raise UsageError(f"--temperature {temperature:g} is not a number from 0 on", "0 is greedy, 2 is very random")
-    if not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p:g} is not above 0 and at most 1", "leave it out to draw from all tokens")
-    if "" in stop:
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise UsageError for an option out of its bounds."""
+    for name in BOUNDED:
+        value = getattr(sampling, name)
+        if value is not None:
+            number = f"{value:g}" if isinstance(value, float) else str(value)
+            bounded(name, value, f"--{name.replace('_', '-')} {number}", UsageError)
+    if "" in sampling.stop:
         raise UsageError("--stop is empty", "an empty text stops nothing: leave it out")
 
 
