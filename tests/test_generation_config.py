@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,25 +25,20 @@ from rakvctl.core.policies import make_policy
 from rakvctl.core.store import PrefixStore
 from rakvctl.core.tiers import MemoryTier
 from rakvctl.core.types import Request, SamplingParams
-from rakvctl.measure.arms import make_arm_runtime
+from rakvctl.measure.arms import Task, make_arm_runtime
+from rakvctl.measure.hf_peers import load_hf_arms
 from tests.checkpoints import build_checkpoint, byte_tokenizer, random_model, save_checkpoint
 from tests.profiles import toy_profile
 from tests.program import Call
+from tests.test_architectures import one_thread
+
+__all__ = ["one_thread"]
 
 NUM_NEW = 24
 TEXT = "The dog does not mind the dog, and the fox does not mind the fox, and the dog does not mind."
 PROMPT = tuple(byte_tokenizer()(TEXT).input_ids)
 # A prompt of one token, which is what a forced first token is about.
 SHORT = (7,)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring for models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +261,24 @@ def test_the_shipped_models_ask_for_nothing() -> None:
 # The peers of `bench`
 
 
+def test_peers_have_the_settings_that_are_applied(
+    checkpoints: tuple[Path, Path], pair: ModelPair, tmp_path: Path
+) -> None:
+    """And none that are not: they search no beams."""
+    config = CONFIGS["several"](plain(checkpoints[0], PROMPT))
+    expected = generate(with_config(checkpoints[0], tmp_path / "applied", **config), PROMPT)
+    target = with_config(checkpoints[0], tmp_path, **config, num_beams=3)
+    told: dict[str, dict[str, Any]] = {
+        "hf-generate": {},
+        "hf-prompt-lookup": {"prompt_lookup_num_tokens": 5},
+        "hf-assisted": {},
+    }
+    files, draft = ModelFiles("it", target), ModelFiles("draft", checkpoints[1])
+    for arm in load_hf_arms(told, configured(pair, target), files, draft, "cpu", time.perf_counter):
+        assert arm.prepare(Task(PROMPT, NUM_NEW))().token_ids == expected, arm.name
+
+
+@pytest.mark.slow
 def test_the_peers_of_bench_have_the_same_settings(run: Call, tmp_path: Path) -> None:
     """And only those: beams are not applied, so the peers search none."""
     draft = build_checkpoint(tmp_path / "draft", "gpt2", seed=5, noise=0.02)

@@ -6,7 +6,7 @@ same scores. A mask of another kind, as of a grammar, is one more processor.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -39,6 +39,10 @@ class LogitsSettings:
         """The settings that are not at their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+
+    def with_penalty(self, penalty: float | None) -> "LogitsSettings":
+        """The same with another repetition penalty, where one is given."""
+        return self if penalty is None else replace(self, repetition_penalty=penalty)
 
     @property
     def sensitivity(self) -> float:

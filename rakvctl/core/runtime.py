@@ -209,9 +209,7 @@ class Runtime:
 
     def _verifier(self, request: Request, max_new_tokens: int) -> Verifier:
         """Chooses tokens as the request and the target's checkpoint say, the draft model's own ones too."""
-        settings, penalty = self._logits_settings, request.sampling.repetition_penalty
-        if penalty is not None:
-            settings = replace(settings, repetition_penalty=penalty)
+        settings = self._logits_settings.with_penalty(request.sampling.repetition_penalty)
         processors = make_processors(
             settings,
             num_prompt_tokens=len(request.prompt_token_ids),
