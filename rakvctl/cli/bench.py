@@ -26,6 +26,8 @@ from rakvctl.cli.options import (
     Profile,
     Target,
     Threads,
+    parse_name,
+    parse_path,
 )
 from rakvctl.core.types import SamplingParams
 
@@ -77,6 +79,7 @@ def bench(
             "-w",
             "--workload",
             metavar="NAME|FILE",
+            parser=parse_name,
             rich_help_panel=_WORK,
             help="A workload or a prompt file; may be repeated.",
             show_default="mixed, which is inside the package",
@@ -87,6 +90,7 @@ def bench(
         typer.Option(
             metavar="DIR",
             envvar="RAKVCTL_DATA",
+            parser=parse_path,
             rich_help_panel=_WORK,
             help="The folder with the files of the other named workloads.",
             show_default="none",
@@ -141,13 +145,20 @@ def bench(
         ),
     ] = None,
     output_dir: Annotated[
-        Path, typer.Option(metavar="DIR", rich_help_panel=_FILES, help="Where results.json and report.md go.")
+        Path,
+        typer.Option(
+            metavar="DIR", parser=parse_path, rich_help_panel=_FILES, help="Where results.json and report.md go."
+        ),
     ] = Path("bench-results"),
     plot: Annotated[bool, typer.Option("--plot", rich_help_panel=_FILES, help="Draw the results too.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
-            metavar="A B", rich_help_panel=_FILES, help="Compare two results.json instead.", show_default="none"
+            metavar="A B",
+            parser=parse_path,
+            rich_help_panel=_FILES,
+            help="Compare two results.json instead.",
+            show_default="none",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -26,6 +26,8 @@ from rakvctl.cli.options import (
     Profile,
     Target,
     Threads,
+    parse_name,
+    parse_path,
 )
 from rakvctl.cli.page import counted
 from rakvctl.cli.prompt_fields import Content
@@ -61,7 +63,12 @@ def calibrate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--out", metavar="PATH", help="Where to write the profile.", show_default="your profile directory"
+            "-o",
+            "--out",
+            metavar="PATH",
+            parser=parse_path,
+            help="Where to write the profile.",
+            show_default="your profile directory",
         ),
     ] = None,
     quick: Annotated[
@@ -91,6 +98,7 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="FILE",
+            parser=parse_name,
             rich_help_panel=_MEASURING,
             help="Measure the draft's acceptance on these prompts, as many as a share of the time allows.",
             show_default="a few of our own",
@@ -202,7 +210,7 @@ def _check(pair: "ModelPair", choice: Choice, budget: float | None, as_json: boo
 
     here = pair.fingerprint()
     is_own = choice.profile == "auto"
-    path = default_path(here) if is_own else Path(choice.profile).expanduser()
+    path = default_path(here) if is_own else Path(choice.profile)
     if is_own and not os.path.exists(path):
         raise ProfileError("there is no profile for this machine and pair", "")
     profile = read_profile(path)

@@ -26,6 +26,7 @@ from rakvctl.cli.options import (
     Profile,
     Target,
     Threads,
+    parse_path,
 )
 from rakvctl.cli.prompt_fields import Content
 from rakvctl.cli.sources import is_default, is_typed
@@ -90,7 +91,9 @@ def explain(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw cost against alpha, a line for each k; .png or .svg."),
+        typer.Option(
+            metavar="FILE", parser=parse_path, help="Draw cost against alpha, a line for each k; .png or .svg."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -174,7 +177,7 @@ def _plan(
     from rakvctl.measure.ready import fitting_profile
 
     # A question makes no directory.
-    there = kv_dir if kv_dir is not None and os.path.isdir(kv_dir.expanduser()) else None
+    there = kv_dir if kv_dir is not None and os.path.isdir(kv_dir) else None
     options = RuntimeOptions(**asdict(choice), kv_dir=there, kv_read_only=True)
     pair = load_pair(options, render.print_note)
     with progress.measuring(shown=True) as on_progress:

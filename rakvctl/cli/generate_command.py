@@ -29,6 +29,8 @@ from rakvctl.cli.options import (
     check_sampling,
     not_empty,
     parse_bytes,
+    parse_name,
+    parse_path,
 )
 from rakvctl.core.errors import UsageError
 from rakvctl.core.policies import policy_needs
@@ -60,6 +62,7 @@ def generate(
             "-f",
             "--file",
             metavar="FILE",
+            parser=parse_name,
             rich_help_panel=_PROMPTS,
             help="A prompt file, '-' is stdin; may be repeated.",
         ),
@@ -178,6 +181,7 @@ def generate(
         typer.Option(
             "--out",
             metavar="FILE",
+            parser=parse_path,
             rich_help_panel=_RESULTS,
             help="Write results to a file. What it held is gone then, unless --resume is given.",
             show_default="stdout",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rakvctl.cli import interrupts, render
-from rakvctl.cli.options import AsJson, KVDiskBudget, parse_bytes
+from rakvctl.cli.options import AsJson, KVDiskBudget, parse_bytes, parse_path
 from rakvctl.cli.page import counted, make_table, open_page
 from rakvctl.core.errors import RakvError, UsageError
 
@@ -39,7 +39,12 @@ def kv(
     kv_dir: Annotated[
         Path | None,
         typer.Option(
-            "--kv-dir", metavar="DIR", envvar="RAKVCTL_KV_DIR", help="The directory to look after.", show_default="none"
+            "--kv-dir",
+            metavar="DIR",
+            envvar="RAKVCTL_KV_DIR",
+            parser=parse_path,
+            help="The directory to look after.",
+            show_default="none",
         ),
     ] = None,
     kv_disk_budget: KVDiskBudget = "4GiB",
@@ -48,15 +53,15 @@ def kv(
     """Look after the stored prefixes of --kv-dir."""
     if kv_dir is None:
         raise UsageError("there is no directory of stored prefixes", "name it with --kv-dir DIR or RAKVCTL_KV_DIR")
-    if not os.path.isdir(kv_dir.expanduser()):
+    if not os.path.isdir(kv_dir):
         raise UsageError(f"{kv_dir} is no directory", "generate makes it, with --kv-dir DIR or RAKVCTL_KV_DIR")
     from rakvctl.core.disk.places import inspect_directory
     from rakvctl.core.disk.tier import DiskTier
 
     problems: list[str] = []
     # A look makes and changes nothing, and nothing is there to check or clear in an empty directory.
-    is_look = action in (KVAction.LIST, KVAction.STATS) or not inspect_directory(kv_dir.expanduser())
-    tier = DiskTier(kv_dir.expanduser(), parse_bytes(kv_disk_budget), problems.append, read_only=is_look)
+    is_look = action in (KVAction.LIST, KVAction.STATS) or not inspect_directory(kv_dir)
+    tier = DiskTier(kv_dir, parse_bytes(kv_disk_budget), problems.append, read_only=is_look)
     code = _act(tier, action, as_json) if tier.is_usable or not problems else 1
     if not tier.is_usable and problems:
         rebuild = f"rebuild its index with: rakvctl kv verify --kv-dir {shlex.quote(str(kv_dir))}"

@@ -1,5 +1,6 @@
 """Options that commands share, and the parsing of their values."""
 
+import os
 import re
 import sys
 from enum import StrEnum
@@ -98,6 +99,19 @@ def not_empty(value: str | None) -> str | None:
     return value
 
 
+def parse_path(value: str | Path) -> Path:
+    """The path that an option or a variable names, under the home directory where it begins with `~`.
+
+    Raises BadParameter where it is empty: of a Path that could no longer be told from the current directory.
+    """
+    return Path(parse_name(value))
+
+
+def parse_name(value: str | Path) -> str:
+    """The same for what need not be a path, such as the name of a model, `auto` or `-`."""
+    return os.path.expanduser(not_empty(str(value)) or "")
+
+
 _MODELS = "Models"
 
 Target = Annotated[
@@ -107,7 +121,7 @@ Target = Annotated[
         "--target",
         metavar="MODEL",
         envvar="RAKVCTL_TARGET",
-        callback=not_empty,
+        parser=parse_name,
         rich_help_panel=_MODELS,
         help="The model: tiny, smollm2, a Hub id, a directory, or a .gguf file.",
     ),
@@ -119,7 +133,7 @@ Draft = Annotated[
         "--draft",
         metavar="MODEL|none",
         envvar="RAKVCTL_DRAFT",
-        callback=not_empty,
+        parser=parse_name,
         rich_help_panel=_MODELS,
         help="The draft model, of the same tokenizer.",
         show_default="the target's own draft if it has one, else none",
@@ -186,7 +200,7 @@ Profile = Annotated[
         "--profile",
         metavar="PATH|auto",
         envvar="RAKVCTL_PROFILE",
-        callback=not_empty,
+        parser=parse_name,
         rich_help_panel=_MODELS,
         help="Measured costs of this machine; auto is your own profile for it, measured if there is none.",
     ),
@@ -208,6 +222,7 @@ KVDir = Annotated[
         "--kv-dir",
         metavar="DIR",
         envvar="RAKVCTL_KV_DIR",
+        parser=parse_path,
         rich_help_panel=_METHOD,
         help="Keep stored prefixes and texts in this directory, for processes to come.",
         show_default="they end with the process",

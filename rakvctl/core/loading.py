@@ -198,7 +198,7 @@ def _open_disk(options: RuntimeOptions, notify: Notify) -> DiskTier | None:
     """The directory of stored prefixes, where there is to be one and the policy reuses them."""
     if options.kv_dir is None or not policy_needs(options.policy).store:
         return None
-    return DiskTier(options.kv_dir.expanduser(), options.kv_disk_budget_bytes, notify, read_only=options.kv_read_only)
+    return DiskTier(options.kv_dir, options.kv_disk_budget_bytes, notify, read_only=options.kv_read_only)
 
 
 def _load_target(loader: Loader, files: ModelFiles, exact: bool, vocab_size: int, content: str) -> Engine:

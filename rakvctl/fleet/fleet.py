@@ -115,11 +115,11 @@ def _known_everywhere(options: RuntimeOptions) -> RuntimeOptions:
         target=_absolute(options.target),
         draft=_absolute(options.draft) if options.draft else options.draft,
         profile=_absolute(options.profile) if options.profile != "auto" else "auto",
-        kv_dir=options.kv_dir.expanduser().absolute() if options.kv_dir else None,
+        kv_dir=options.kv_dir.absolute() if options.kv_dir else None,
     )
 
 
 def _absolute(name: str) -> str:
     """The path of a model or profile that is named by one; other names are the same everywhere."""
-    path = Path(name).expanduser()
+    path = Path(name)
     return str(path.absolute()) if os.path.exists(path) and name not in (*OUR_NAMES, "none") else name

@@ -37,7 +37,7 @@ def known_profile(choice: Choice, asked: Collection[str], notify: Notify) -> Har
 
 def _named_profile(choice: Choice, asked: Collection[str], notify: Notify) -> HardwareProfile:
     """What was asked for must be so; beside that, the times of another machine may be looked at."""
-    profile = read_profile(Path(choice.profile).expanduser())
+    profile = read_profile(Path(choice.profile))
     mark = profile.fingerprint
     pair = {name: value for name, value in _pair(choice).items() if name in asked}
     _refuse_differing(choice.profile, _differences(mark, pair | _asked_hardware(choice, mark)))

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rakvctl.core.errors import ProfileError
@@ -54,12 +53,12 @@ def mend(choice: "Choice | RuntimeOptions") -> str:
     """What to do where there is no profile that fits."""
     if choice.profile == "auto":
         return f"measure one with: {calibrate_command(choice)}"
-    if os.environ.get(PROFILE_VARIABLE) == choice.profile:
+    if os.path.expanduser(os.environ.get(PROFILE_VARIABLE, "")) == choice.profile:
         unnamed = f"the name is from {PROFILE_VARIABLE}: unset it"
     else:
         unnamed = "leave --profile out"
     # What is there stays: it may be the profile of another machine, and good there.
-    out = None if os.path.lexists(Path(choice.profile).expanduser()) else choice.profile
+    out = None if os.path.lexists(choice.profile) else choice.profile
     return f"{unnamed} to take your own, or measure one with: {calibrate_command(choice, out)}"
 
 

@@ -71,7 +71,7 @@ def fitting_profile(pair: ModelPair, options: RuntimeOptions, notify: Notify, on
     Raises ProfileError where a file does not fit or cannot be read.
     """
     name, here = options.profile, pair.fingerprint()
-    path = default_path(here) if name == "auto" else Path(name).expanduser()
+    path = default_path(here) if name == "auto" else Path(name)
     if options.drafter in ("none", "lookup"):
         options = replace(options, draft="none")
     with mending(options):
