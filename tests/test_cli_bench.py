@@ -62,6 +62,13 @@ def test_all_arms_serve_all_prompts_and_agree(bench: Call, tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").glob("latency.*")} == {"latency.png", "latency.svg"}
 
 
+def test_the_same_directory_takes_the_results_of_the_next_run(bench: Call, tmp_path: Path) -> None:
+    command = ("--policies", "ar", "--hits", "cold", "--peers", "none", "--limit", "1")
+    assert bench(*command, "--plot").code == 0
+    assert bench(*command, "--repeats", "2", "--plot").code == 0
+    assert len(results(tmp_path)["samples"]) == 2
+
+
 def test_an_output_that_differs_fails_the_bench(bench: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wrong: list[Arm] = [ScriptedArm("wrong", VirtualClock(), 1.0)]
     monkeypatch.setattr("rakvctl.cli.bench_studies.make_peers", lambda *_: wrong)

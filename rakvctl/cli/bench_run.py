@@ -9,10 +9,10 @@ from rakvctl.cli import bench_studies, progress, render
 from rakvctl.cli.bench import BenchOptions
 from rakvctl.cli.bench import Study as StudyName
 from rakvctl.cli.bench_studies import Finding, Study
-from rakvctl.core.errors import RakvError, UsageError
+from rakvctl.core.errors import UsageError
 from rakvctl.core.loading import RuntimeOptions, load_pair, with_near_tie, with_successors
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.measure import report
+from rakvctl.measure import plots, report
 from rakvctl.measure.ready import fitting_profile
 from rakvctl.measure.tasks import HITS
 from rakvctl.measure.workloads import Workload
@@ -21,6 +21,11 @@ Run = TypeVar("Run")
 _INTERRUPTED = 130
 # What has been measured is written as often as this, so that a run that is killed loses little.
 _SAVE_EVERY_S = 60.0
+_PLOTS = {
+    StudyName.BASELINES: plots.LATENCY,
+    StudyName.CONTROLLER: plots.PREDICTIONS,
+    StudyName.SENSITIVITY: plots.SENSITIVITY,
+}
 
 
 def run_bench(workloads: Sequence[Workload], runtime_options: RuntimeOptions, options: BenchOptions) -> int:
@@ -28,18 +33,13 @@ def run_bench(workloads: Sequence[Workload], runtime_options: RuntimeOptions, op
     unknown = [hit for hit in options.hits if hit not in HITS]
     if unknown or not options.hits:
         raise UsageError(f"there is no hit {', '.join(unknown)}", f"choose from {', '.join(HITS)}")
+    report.prepare_folder(options.output_dir, plots.plot_files(_PLOTS[options.study]) if options.plot else [])
     pair = load_pair(runtime_options, render.print_note)
     if options.study is StudyName.SENSITIVITY and pair.draft is None:
         raise UsageError("there is no draft model whose acceptance could be varied", "name one with --draft")
     with progress.measuring(shown=True) as on_progress:
         profile = fitting_profile(pair, runtime_options, render.print_note, on_progress)
     pair = with_near_tie(with_successors(pair, render.print_note), runtime_options.policy, profile)
-    try:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RakvError(
-            f"cannot write to {options.output_dir}: {error.strerror}", "give --output-dir a writable directory"
-        ) from error
     if options.study is StudyName.BASELINES:
         return _carry_out(bench_studies.baselines(pair, profile, workloads, runtime_options, options), profile, options)
     if options.study is StudyName.CONTROLLER:
@@ -73,7 +73,7 @@ def _carry_out(study: Study[Run], profile: HardwareProfile, options: BenchOption
     else:
         finding.show()
     if finding.difference:
-        render.print_error(finding.difference, f"see {options.output_dir / 'results.json'}")
+        render.print_error(finding.difference, f"see {options.output_dir / report.RESULTS}")
     return _INTERRUPTED if interrupted else int(finding.difference is not None)
 
 
@@ -86,6 +86,6 @@ def _save(finding: Finding, profile: HardwareProfile, options: BenchOptions) -> 
         "options": {name: str(value) for name, value in asdict(options).items()},
         **finding.record,
     }
-    report.write_json(options.output_dir / "results.json", record)
-    report.write_report(options.output_dir / "report.md", profile, finding.title, finding.rows)
+    report.write_json(options.output_dir / report.RESULTS, record)
+    report.write_report(options.output_dir / report.REPORT, profile, finding.title, finding.rows)
     return record

@@ -15,6 +15,7 @@ from rakvctl.measure.sensitivity import SensitivityPoint
 from rakvctl.measure.trials import ControllerRun
 
 _NUM_ALPHAS = 201
+LATENCY, PREDICTIONS, SENSITIVITY = "latency", "predictions", "sensitivity"
 
 
 def plot_costs(costs: CostModel, features: Features, decision: Decision, path: Path) -> None:
@@ -64,7 +65,7 @@ def plot_latency(summaries: Sequence[ArmSummary], folder: Path) -> None:
     axes.set_xticks(range(len(workloads)), workloads, rotation=20, ha="right")
     axes.set_ylabel("speed against plain decoding")
     axes.legend()
-    _save_both(figure, folder, "latency")
+    _save_both(figure, folder, LATENCY)
 
 
 def plot_predictions(runs: Sequence[ControllerRun], folder: Path) -> None:
@@ -78,7 +79,7 @@ def plot_predictions(runs: Sequence[ControllerRun], folder: Path) -> None:
     axes.loglog(ends, ends, color="grey", linewidth=1)
     axes.set(xlabel="actual ms", ylabel="predicted ms")
     axes.legend()
-    _save_both(figure, folder, "predictions")
+    _save_both(figure, folder, PREDICTIONS)
 
 
 def plot_sensitivity(points: Sequence[SensitivityPoint], folder: Path) -> None:
@@ -91,12 +92,17 @@ def plot_sensitivity(points: Sequence[SensitivityPoint], folder: Path) -> None:
         axes.plot(alphas, [point.predicted_ms for point in line], ":", color=drawn.get_color())
     axes.set(xlabel="alpha: probability that a drafted token is accepted", ylabel="ms")
     axes.legend()
-    _save_both(figure, folder, "sensitivity")
+    _save_both(figure, folder, SENSITIVITY)
+
+
+def plot_files(name: str) -> list[str]:
+    """The names of the files that a study's plot is saved to."""
+    return [f"{name}.{suffix}" for suffix in ("png", "svg")]
 
 
 def _save_both(figure: Any, folder: Path, name: str) -> None:
-    for suffix in ("png", "svg"):
-        _save(figure, folder / f"{name}.{suffix}")
+    for file_name in plot_files(name):
+        _save(figure, folder / file_name)
 
 
 def _figure() -> tuple[Any, Any]:

@@ -1,18 +1,41 @@
 """A benchmark's files: `results.json` with every sample, and `report.md` for people."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rakvctl.core.errors import RakvError
+from rakvctl.core.errors import RakvError, UsageError
 from rakvctl.core.files import replace_file, to_json
 from rakvctl.core.profile import HardwareProfile
-from rakvctl.measure.results import ArmSummary
+from rakvctl.measure.results import ArmSummary, holds_results
 from rakvctl.measure.sensitivity import Crossover
 from rakvctl.measure.statistics import Interval
 from rakvctl.measure.trials import ControllerRun, num_runs, num_unequal, repeat_difference, summarize, summarize_auto
+
+RESULTS, REPORT = "results.json", "report.md"
+
+
+def prepare_folder(folder: Path, plot_files: Sequence[str]) -> None:
+    """Make the folder for results, report and plots, or check that the one that is there can be used.
+
+    Files of these names are replaced beside the results of an earlier run, as they are from that run too. Raises
+    UsageError where some are there without such results, RakvError where there can be no folder.
+    """
+    there = [name for name in (RESULTS, REPORT, *plot_files) if os.path.lexists(folder / name)]
+    if there and not holds_results(folder / RESULTS):
+        raise UsageError(
+            f"{folder / there[0]} is there and was not written by bench",
+            "give --output-dir another directory, or move the file away",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RakvError(
+            f"cannot write to {folder}: {error.strerror}", "give --output-dir a writable directory"
+        ) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from rakvctl.measure.statistics import Interval, ratio_interval
 ALL = "all"
 # Of fewer prompts an interval is too wide to say anything, or rests on how ratios are distributed.
 _FEWEST_PROMPTS = 5
+# The entries that the results of every study have.
+_ENTRIES = {"study", "environment", "profile", "samples"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,15 @@ def compare(before: Path, after: Path) -> list[Change]:
         Change(workload, arm, ratio_interval(*zip(*pairs, strict=True)), len({prompt_id for *_, prompt_id in pairs}))
         for (workload, arm), pairs in sorted(groups.items())
     ]
+
+
+def holds_results(path: Path) -> bool:
+    """Whether a file holds the results of some study."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.keys() >= _ENTRIES
 
 
 def _times(path: Path) -> dict[tuple[str, str, str, int], list[float]]:
