@@ -31,9 +31,7 @@ def write_own_results(folder: Path, study: str = "baselines") -> None:
 
 @pytest.mark.parametrize("name", ["results.json", "report.md"])
 @pytest.mark.parametrize("content", ["", "# My report\n", '{"samples": []}\n', "[" * 100_000, "{", "\x80"])
-def test_a_file_that_bench_did_not_write_is_not_overwritten(
-    name: str, content: str, run: Call, tmp_path: Path
-) -> None:
+def test_a_file_that_bench_did_not_write_is_not_overwritten(name: str, content: str, run: Call, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="latin-1")
     finished = run("bench", "--output-dir", tmp_path)
     assert_error(finished, 2, f"{tmp_path / name} is there and was not written by bench")

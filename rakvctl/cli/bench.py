@@ -4,7 +4,6 @@ import gc
 import os
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -217,10 +216,10 @@ def _from_file(name: str, limit: int) -> "Workload":
     """A user's prompt file. Raises the error of its first bad line."""
     from rakvctl.measure.workloads import Workload
 
-    prompts = []
-    for prompt in islice(inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams()).prompts, limit):
-        prompts.append((str(prompt.id), inputs.readable(prompt).content))
-    return Workload(Path(name).name, tuple(prompts))
+    source = inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams(), option="-w")
+    prompts = inputs.read_all(source, name, limit)
+    contents = tuple((str(prompt.id), prompt.content) for prompt in prompts)
+    return Workload(Path(name).name, contents, tuple(prompt.place for prompt in prompts))
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> int:

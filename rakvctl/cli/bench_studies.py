@@ -18,7 +18,7 @@ from rakvctl.measure.bench import REFERENCE, Bench, Mismatch, Sample
 from rakvctl.measure.controller import ControllerStudy
 from rakvctl.measure.peers import default_peers, make_peers
 from rakvctl.measure.sensitivity import SensitivityRun, SensitivityStudy, crossovers, medians
-from rakvctl.measure.tasks import controller_tasks, encode, make_tasks
+from rakvctl.measure.tasks import controller_tasks, encode_all, make_tasks
 from rakvctl.measure.trials import ControllerRun, num_unequal
 from rakvctl.measure.workloads import Workload
 
@@ -162,7 +162,7 @@ def sensitivity(
     pair: ModelPair, profile: HardwareProfile, workloads: Sequence[Workload], options: BenchOptions
 ) -> Study[SensitivityRun]:
     """Every k at every acceptance, on a pair with a draft model."""
-    prompts = [encode(pair.codec, content) for workload in workloads for _, content in workload.prompts]
+    prompts = [prompt for workload in workloads for _, prompt in encode_all(pair.codec, workload)]
     prompts = prompts[: options.limit]
     study = SensitivityStudy(
         _endless(pair), profile, options.max_new_tokens, seed=options.seed, clock=time.perf_counter

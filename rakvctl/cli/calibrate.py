@@ -119,9 +119,9 @@ def calibrate(
         raise UsageError("--check measures no profile", "leave -o, --prompts, --repeats and --quick out")
     if not check and is_typed(context, "profile"):
         raise UsageError("--profile names the profile for --check", "name the file to be written with -o")
-    contents = []
+    given = []
     if not check:
-        contents = _contents(prompts, out) if prompts is not None else []
+        given = _given(prompts, out) if prompts is not None else []
         refuse_unwritable(out or profile_directory() / "profile.yaml")
     choice = Choice(
         target=target,
@@ -139,7 +139,7 @@ def calibrate(
     if check:
         with mending(choice):
             return _check(pair, choice, budget, as_json)
-    encoded = [inputs.encode(content, pair.codec, None) for content in contents]
+    encoded = [inputs.encode_prompt(prompt, pair.codec, None) for prompt in given]
     from rakvctl.measure.timing import Effort
 
     seconds = _QUICK_SECONDS if quick else budget or _BUDGET_SECONDS
@@ -149,12 +149,12 @@ def calibrate(
     return 0
 
 
-def _contents(name: str, out: Path | None) -> list[Content]:
+def _given(name: str, out: Path | None) -> list[inputs.Prompt]:
     """All prompts of a file that is not to be written. Raises the error of its first bad line."""
     source = inputs.open_prompts(None, [name], InputFormat.AUTO, SamplingParams(), option="--prompts")
     if out is not None:
         outputs.refuse_overwriting(out, source.files)
-    return [inputs.readable(prompt).content for prompt in source.prompts]
+    return inputs.read_all(source, name)
 
 
 def _load(choice: Choice, kv_dir: Path | None) -> "ModelPair":

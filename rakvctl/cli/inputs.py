@@ -5,8 +5,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 from rakvctl.cli import render
@@ -22,7 +22,7 @@ from rakvctl.cli.prompt_files import (
     open_file,
     open_piped,
 )
-from rakvctl.core.errors import RequestError, UsageError
+from rakvctl.core.errors import RequestError, UsageError, errors_at
 from rakvctl.core.serving import Job, PromptId, attempt
 from rakvctl.core.text import TextCodec
 from rakvctl.core.types import Request, SamplingParams
@@ -30,11 +30,12 @@ from rakvctl.core.types import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as text or as a chat, with the sampling parameters in force for it."""
+    """A prompt as text or as a chat, with the sampling parameters in force for it; `place`: see `Piece`."""
 
     id: PromptId
     content: Content
     sampling: SamplingParams
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,23 @@ def readable(prompt: Prompt | BadPrompt) -> Prompt:
     return prompt
 
 
+def read_all(source: PromptSource, name: str, limit: int | None = None) -> list[Prompt]:
+    """All prompts of the file of that name, or the first `limit`.
+
+    Raises the error of the first bad line, RequestError where there is no prompt.
+    """
+    prompts = [readable(prompt) for prompt in islice(source.prompts, limit)]
+    if not prompts:
+        raise RequestError(f"{'stdin' if name == STDIN else name} holds no prompt", "give at least one")
+    return prompts
+
+
+def encode_prompt(prompt: Prompt, codec: TextCodec, chat: bool | None) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises RequestError that says where it stands."""
+    with errors_at(prompt.place):
+        return encode(prompt.content, codec, chat)
+
+
 def encode(content: Content, codec: TextCodec, chat: bool | None) -> tuple[int, ...]:
     """Token ids of a prompt, through the chat template if it is a chat or is to be one.
 
@@ -158,7 +176,7 @@ def _request(prompt: Prompt | BadPrompt, codec: TextCodec, chat: bool | None) ->
         return prompt.error
     is_chat = isinstance(prompt.content, tuple) or codec.is_chat(chat)
     return attempt(
-        lambda: Request(encode(prompt.content, codec, chat), prompt.sampling, is_chat),
+        lambda: Request(encode_prompt(prompt, codec, chat), prompt.sampling, is_chat),
         "encoding the prompt",
         debugging=render.debugging(),
     )
@@ -168,15 +186,15 @@ def _read(piece: Piece, kind: InputFormat, number: int, sampling: SamplingParams
     """The prompt in a piece of a file, under its own id or else the count of prompts."""
     prompt_id: PromptId = number
     try:
-        text = _decode(piece.raw)
-        if kind is not InputFormat.JSONL:
-            return Prompt(number, text, sampling)
-        fields = _parse(text)
-        prompt_id = _id(fields, number)
-        return Prompt(prompt_id, content_of(fields), sampling_of(fields, sampling))
+        with errors_at(piece.place):
+            text = _decode(piece.raw)
+            if kind is not InputFormat.JSONL:
+                return Prompt(number, text, sampling, piece.place)
+            fields = _parse(text)
+            prompt_id = _id(fields, number)
+            return Prompt(prompt_id, content_of(fields), sampling_of(fields, sampling), piece.place)
     except RequestError as error:
-        message = f"{piece.place}: {error.message}" if piece.place else error.message
-        return BadPrompt(prompt_id, RequestError(message, error.hint))
+        return BadPrompt(prompt_id, error)
 
 
 def _decode(raw: bytes) -> str:

@@ -1,5 +1,8 @@
 """The errors that users see: what is wrong, what to do about it, and the exit code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RakvError(Exception):
     """An error for users. `message` says what is wrong, `hint` what to do."""
@@ -43,6 +46,17 @@ class ProfileError(RakvError):
     """The hardware profile is missing, damaged, or of another machine, pair or configuration."""
 
     exit_code = 3
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Let the errors of a request say where it stands, such as `p.jsonl, line 57`; empty where that is nowhere."""
+    try:
+        yield
+    except RequestError as error:
+        if not place:
+            raise
+        raise RequestError(f"{place}: {error.message}", error.hint) from error
 
 
 def no_numbers() -> RequestError:

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from rakvctl.core.errors import RequestError
+from rakvctl.core.errors import RequestError, errors_at
 from rakvctl.core.text import TextCodec
 from rakvctl.core.types import BUCKET_TOKENS
 from rakvctl.measure.arms import Task
@@ -24,8 +24,7 @@ def make_tasks(
 ) -> Iterator[BenchPrompt]:
     """Every prompt under every kind of hit; prompts that do not fit the model with what follows them are left out."""
     for workload in workloads:
-        for prompt_id, content in workload.prompts:
-            prompt = encode(codec, content)
+        for prompt_id, prompt in encode_all(codec, workload):
             if max_positions is not None and len(prompt) + max_new_tokens > max_positions:
                 continue
             for hit in hits:
@@ -33,6 +32,15 @@ def make_tasks(
                 if hit in ("cold", "repeat") or stored is not None:
                     task = Task(prompt, max_new_tokens, stored, answered=hit == "repeat")
                     yield BenchPrompt(f"{workload.name} {hit}", prompt_id, task)
+
+
+def encode_all(codec: TextCodec, workload: Workload) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Id and tokens of each prompt. Raises RequestError that says where a prompt stands which cannot be encoded."""
+    places = workload.places or ("",) * len(workload.prompts)
+    for (prompt_id, content), place in zip(workload.prompts, places, strict=True):
+        with errors_at(place):
+            prompt = encode(codec, content)
+        yield prompt_id, prompt
 
 
 def encode(codec: TextCodec, content: Content) -> tuple[int, ...]:
@@ -64,14 +72,14 @@ def controller_tasks(
     if longest < _PROMPT_TOKENS[0]:
         raise RequestError(f"the model has only {max_positions} positions", "the study needs some 150")
     rng = random.Random(seed)  # noqa: S311 - not for secrets
-    texts = [content for workload in workloads for _, content in workload.prompts]
+    texts = [prompt for workload in workloads for _, prompt in encode_all(codec, workload)]
     if not texts:
         raise RequestError("the workloads hold no prompt", "raise --limit, or give another workload")
     for number in range(num_tasks):
         length = round(_PROMPT_TOKENS[0] * (longest / _PROMPT_TOKENS[0]) ** rng.random())
         ids: list[int] = []
         while len(ids) < length:
-            ids += encode(codec, rng.choice(texts))
+            ids += rng.choice(texts)
         prompt = tuple(ids[:length])
         shared = rng.randint(BUCKET_TOKENS + 1, length)
         stored = (None, prompt[:shared], prompt)[number % 3]

@@ -18,10 +18,11 @@ OWN = "mixed"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Named prompts: (id, text or chat) each."""
+    """Named prompts: (id, text or chat) each; `places`: where each of them stands, for errors, if in a file."""
 
     name: str
     prompts: tuple[tuple[str, Content], ...]
+    places: tuple[str, ...] = ()
 
 
 def load_workload(name: str, folder: Path | None, limit: int | None) -> Workload:
