@@ -19,7 +19,7 @@ from rakvctl.core.backends import packed
 from rakvctl.core.backends.torch_hf import TorchBackend
 from rakvctl.core.backends.torch_load import load_backend
 from rakvctl.core.engine import Engine
-from rakvctl.core.errors import ModelError
+from rakvctl.core.errors import ModelError, UsageError
 from rakvctl.core.loading import RuntimeOptions, load_pair, make_runtime
 from rakvctl.core.models import ModelFiles
 from rakvctl.core.runtime import Runtime
@@ -389,7 +389,7 @@ def test_padding_changes_no_token(architecture: str, tmp_path: Path) -> None:
 
 def test_a_draft_with_another_tokenizer_is_refused(tmp_path: Path, llama: Path) -> None:
     draft = save_checkpoint(tmp_path, random_model("llama"), byte_tokenizer(300))
-    with pytest.raises(ModelError, match="different tokenizers") as caught:
+    with pytest.raises(UsageError, match="different tokenizers") as caught:
         load(llama, "spec-2", draft)
     assert "--draft none" in caught.value.hint
 
@@ -402,7 +402,7 @@ def test_a_draft_whose_tokens_are_the_same_in_another_order_is_refused(tmp_path:
     vocab = content["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     path.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ModelError, match="different tokenizers"):
+    with pytest.raises(UsageError, match="different tokenizers"):
         load(llama, "spec-2", draft)
 
 

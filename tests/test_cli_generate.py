@@ -735,12 +735,13 @@ def test_a_model_of_which_a_file_is_missing_exits_1_and_is_named(
     assert_error(run("generate", "x", "-m", tmp_path / "broken"), 1, str(tmp_path / "broken"))
 
 
-def test_a_draft_with_another_tokenizer_exits_1(run_generate: Call, draft: str, tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_wrong_usage(run_generate: Call, draft: str, tmp_path: Path) -> None:
     shutil.copytree(draft, tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(draft)
     tokenizer.add_tokens(["<one more>"])
     tokenizer.save_pretrained(tmp_path / "other")
-    assert_error(run_generate("x", "-d", tmp_path / "other", "--policy", "spec-2"), 1, "different tokenizers")
+    finished = run_generate("x", "-d", tmp_path / "other", "--policy", "spec-2")
+    assert_error(finished, 2, f"token {len(tokenizer) - 1} is missing in the target and '<one more>' in the draft")
 
 
 def test_what_nobody_foresaw_takes_two_lines_too(run_generate: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from rakvctl.cli.options import (
     parse_path,
 )
 from rakvctl.cli.page import counted
-from rakvctl.cli.prompt_fields import Content
 from rakvctl.cli.sources import is_typed
 from rakvctl.core.errors import ProfileError, UsageError
 from rakvctl.core.profile_file import read_profile, refuse_foreign, refuse_unwritable

@@ -59,8 +59,8 @@ class RuntimeOptions:
 def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     """Load the models that the policy works with; `notify` hears what takes long and what will not be in force.
 
-    Raises ModelError for models that cannot be had, cannot be loaded or do not fit; UsageError for options that
-    contradict each other, and for more threads than cores.
+    Raises ModelError for models that cannot be had or cannot be loaded; UsageError for a draft with another tokenizer,
+    for options that contradict each other, and for more threads than cores.
     """
     _refuse_more_threads_than_cores(options.num_threads)
     draft_name = _draft_name(options)
@@ -72,11 +72,13 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     if generation.not_applied:
         names = ", ".join(generation.not_applied)
         notify(f"the generation config of {options.target} sets {names}, which rakvctl does not apply")
-    if draft_files is not None and loader.load_codec(draft_files).token_map() != codec.token_map():
-        raise ModelError(
-            f"draft {draft_files.name} and target {target_files.name} have different tokenizers",
-            "take a draft with the target's tokenizer, or --draft none",
-        )
+    if draft_files is not None:
+        difference = _first_difference(codec.token_map(), loader.load_codec(draft_files).token_map())
+        if difference:
+            raise UsageError(
+                f"draft {draft_files.name} and target {target_files.name} have different tokenizers: {difference}",
+                "take a draft with the target's tokenizer, or --draft none",
+            )
     disk = _open_disk(options, notify)
     content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
     target = _load_target(loader, target_files, options.exact, codec.vocab_size, content)
@@ -192,6 +194,19 @@ def _draft_name(options: RuntimeOptions) -> str | None:
         hint = "leave --drafter none out" if options.drafter == "none" else "name a draft model with --draft"
         raise UsageError(f"policy {options.policy} needs a drafter", f"{hint}, or look tokens up with --drafter lookup")
     return None if use == "unused" else name
+
+
+def _first_difference(target: dict[str, int], draft: dict[str, int]) -> str:
+    """Which token id, the lowest one, is another token for a draft than for its target; empty where none is."""
+    differing = target.items() ^ draft.items()
+    if not differing:
+        return ""
+    first = min(token_id for _, token_id in differing)
+
+    def named(tokens: dict[str, int]) -> str:
+        return " or ".join(repr(token) for token in sorted(tokens) if tokens[token] == first) or "missing"
+
+    return f"token {first} is {named(target)} in the target and {named(draft)} in the draft"
 
 
 def _open_disk(options: RuntimeOptions, notify: Notify) -> DiskTier | None:
