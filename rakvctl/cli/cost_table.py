@@ -6,10 +6,9 @@ from itertools import chain
 from typing import get_args
 
 from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from rakvctl.cli.page import counted, make_table, number, open_page
+from rakvctl.cli.page import FittingTable, counted, make_table, number, open_page
 from rakvctl.core.cost import CostModel
 from rakvctl.core.rounds import RoundChoice
 from rakvctl.core.types import Agreement, CostBreakdown, Decision, Features
@@ -17,7 +16,7 @@ from rakvctl.core.types import Agreement, CostBreakdown, Decision, Features
 
 def show_costs(decision: Decision, features: Features, costs: CostModel) -> None:
     """The table C(k, r), the chosen action marked, and why others cannot be taken."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table = FittingTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in ("", "reuse", "k", "clone", "prefill", "draft\nprefill", "rounds", "draft", "verify", "mem"):
         table.add_column(name, justify="left" if name in ("", "reuse") else "right")
     for name in ("total\nms", "ms a\ntoken", "cross-\nover"):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-
 from rakvctl.cli import interrupts, outputs, progress, render
 from rakvctl.cli.inputs import PromptSource, jobs, unfinished
 from rakvctl.cli.options import OutputFormat
+from rakvctl.cli.page import error_console
 from rakvctl.cli.servers import FleetServer, LocalServer, Server
 from rakvctl.cli.stats import Totals
 from rakvctl.core.errors import RakvError, RequestError, UsageError
@@ -74,7 +73,7 @@ def generate(
             except KeyboardInterrupt as error:
                 raise _interruption(options.out, as_text) from error
             if options.stats:
-                totals.show(Console(stderr=True), server.places)
+                totals.show(error_console(), server.places)
     if totals.num_failed and not as_text:
         num_prompts = totals.num_done + totals.num_failed
         render.print_error(f"{totals.num_failed} of {num_prompts} prompts failed", "see the records with an `error`")

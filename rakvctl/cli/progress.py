@@ -20,7 +20,7 @@ def measuring(*, shown: bool) -> Iterator[Callable[[str, float], None]]:
     if not (shown and sys.stderr.isatty()):
         yield lambda _stage, _share: interrupts.raise_from_now_on()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
 
     def update(stage: str, share: float) -> None:
@@ -44,7 +44,7 @@ def serving(totals: Totals, *, shown: bool) -> Iterator[Callable[[], None]]:
     if not (shown and sys.stderr.isatty()):
         yield lambda: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("0 prompts")
 

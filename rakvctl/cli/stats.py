@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 
-from rakvctl.cli.page import counted
+from rakvctl.cli.page import FittingTable, counted
 from rakvctl.core.types import Completion
 
 
@@ -100,7 +100,7 @@ class Totals:
 
     def show(self, console: Console, places: Mapping[int | None, str]) -> None:
         """Print them as a table; `places`: what each worker runs on, this process under None."""
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table = FittingTable(Column(no_wrap=True), Column(), show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in [*self._place_rows(places), *self._rows()]:
             table.add_row(name, value)
         console.print(table)
