@@ -226,7 +226,7 @@ def test_a_directory_without_a_config_is_no_model(world: World, tmp_path: Path, 
         world.find(name)
 
 
-@pytest.mark.parametrize("name", ["missing.gguf", "/missing/MODEL.GGUF", "folder.gguf"])
+@pytest.mark.parametrize("name", ["missing.gguf", "/missing/MODEL.GGUF", "folder.gguf", "~no-such-user/model.gguf"])
 def test_a_gguf_file_that_is_not_there_is_said_to_be_missing(world: World, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(ModelError, match=f"no file {name}"):

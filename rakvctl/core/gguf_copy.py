@@ -44,7 +44,7 @@ def find(name: str) -> Path:
         return packaged
     if not is_gguf(name):
         raise ModelError(f"llama.cpp runs .gguf files, and {name} is none", "give such a file, or --backend torch")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not os.path.isfile(path):
         raise ModelError(f"there is no file {name}", "give the path of an existing .gguf file")
     if not os.access(path, os.R_OK):
