@@ -30,9 +30,8 @@ from rakvctl.measure.hf_peers import load_hf_arms
 from tests.checkpoints import build_checkpoint, byte_tokenizer, random_model, save_checkpoint
 from tests.profiles import toy_profile
 from tests.program import Call
-from tests.test_architectures import one_thread
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_NEW = 24
 TEXT = "The dog does not mind the dog, and the fox does not mind the fox, and the dog does not mind."
