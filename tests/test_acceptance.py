@@ -287,6 +287,7 @@ def test_a_draft_that_is_better_than_thought_is_found_out(prior_alpha: float) ->
     assert all(_drafts(completion) for completion in completions[-20:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft_pass_ms", "prior_alpha"), [(0.1, 0.5), (1.0, 0.0), (1.0, 0.5), (3.0, 0.1)])
 def test_a_draft_that_never_agrees_costs_next_to_nothing(draft_pass_ms: float, prior_alpha: float) -> None:
     """Within 1.5 percent of the policy kv, all told: 300 requests, decisions that a wrong prior spoils included."""
@@ -305,6 +306,7 @@ def test_a_draft_that_never_agrees_costs_next_to_nothing(draft_pass_ms: float, p
     assert chosen_ms <= 1.015 * plain_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft_pass_ms", "prior_alpha"), [(0.1, 0.5), (1.0, 0.0), (3.0, 0.1)])
 def test_nonsense_from_draft_and_lookup_costs_auto_next_to_nothing(draft_pass_ms: float, prior_alpha: float) -> None:
     """The toy's texts have no structure: what follows a match is right by chance only."""
@@ -389,6 +391,7 @@ def test_planning_does_not_probe_nor_learn() -> None:
         assert runtime.run(request).decision == plan.decision
 
 
+@pytest.mark.slow
 def test_tokens_after_the_end_of_the_text_are_not_held_against_the_draft() -> None:
     """A draft that always agrees keeps its alpha of 1 where the text ends within an accepted block."""
     serving = Serving(agrees=True)
@@ -417,6 +420,7 @@ def test_acceptance_is_measured_on_the_prompts(agrees: bool) -> None:
     assert found.num_trials == 2 * (6 * 4 if agrees else 30)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_text_is_not_measured_as_a_refusal() -> None:
     text = Serving(agrees=True).runtime(make_policy("kv")).run(Request(PROMPT, SamplingParams(max_new_tokens=24)))
     for end in set(text.token_ids[1:]):

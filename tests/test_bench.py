@@ -306,6 +306,7 @@ def test_auto_is_set_beside_the_best_action() -> None:
     assert run_of(1.0).trial.regret == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_measured_crossover_is_the_predicted_one_on_a_virtual_clock() -> None:
     clock = VirtualClock()
     prompts = [tuple((7 * index + shift) % 32 for index in range(40)) for shift in range(12)]

@@ -93,6 +93,7 @@ def test_in_half_precision_differences_are_counted_and_no_failure(
     assert len(results(tmp_path)["mismatches"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["baselines", "controller", "sensitivity"])
 def test_what_was_measured_before_an_interrupt_is_kept(
     study: str, bench: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -110,6 +111,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(
     assert len(results(tmp_path)["samples"]) == 2
 
 
+@pytest.mark.slow
 def test_the_controller_study_compares_every_action(bench: Call, tmp_path: Path) -> None:
     """The small pair has 256 positions, and the study's prompts fit."""
     finished = bench("--study", "controller", "--limit", "3", "--json")
@@ -119,6 +121,7 @@ def test_the_controller_study_compares_every_action(bench: Call, tmp_path: Path)
     assert [len(row["actions"]) for row in content["samples"]] == [6, 12, 12]
 
 
+@pytest.mark.slow
 def test_an_action_that_emits_other_tokens_fails_the_controller_study(
     bench: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -41,7 +41,8 @@ def test_auto_looks_up_what_an_earlier_process_answered(run: Call, tiny_checkpoi
     arguments = ("--kv-dir", tmp_path / "kv")
     first, again = (generated(run, tiny_checkpoint / "target", *arguments) for _ in range(2))
     assert again["text"] == first["text"]
-    assert again["num_accepted_tokens"] >= 20  # type: ignore[operator]
+    # The profile is measured here: where the machine is busy it may price a wide pass dear, and `auto` then drafts less.
+    assert again["num_accepted_tokens"] >= 12 > first["num_accepted_tokens"]  # type: ignore[operator]
 
 
 def test_other_weights_in_the_same_place_are_another_model(run: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -415,6 +415,7 @@ def entry_size(tmp_path: Path) -> int:
     return the_entry(tmp_path / "one").stat().st_size
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_directory_never_get_in_each_others_way(tmp_path: Path) -> None:
     """Eight of them, 200 requests over 20 prefixes, room for five: somebody is always evicting."""
     size, directory = entry_size(tmp_path), tmp_path / "kv"

@@ -642,6 +642,7 @@ gguf_copy.convert(source, destination)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_convert_at_once(file: Path, tmp_path: Path) -> None:
     destination, flags = tmp_path / "cache" / "copy", [tmp_path / "one", tmp_path / "two"]
     processes = [
@@ -812,6 +813,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealModel]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_smollm2_out_of_its_package_answers_a_question(smollm2: RealModel) -> None:
     prompt = smollm2.runtime.codec.encode_chat([{"role": "user", "content": QUESTION}])
     completion = smollm2.runtime.run(Request(prompt, SamplingParams(max_new_tokens=24)))

@@ -150,6 +150,7 @@ def test_exact_takes_float32_as_it_is(run: Call) -> None:
     assert json.loads(exact.out)["num_rescored_tokens"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_exact_is_exact_in_half_precision_or_fails(dtype: str, run: Call, tmp_path: Path) -> None:
     """What is possible depends on the machine; what is claimed must be true."""

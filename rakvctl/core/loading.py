@@ -68,10 +68,6 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
     target_files = loader.find(options.target, "target", notify)
     draft_files = loader.find(draft_name, "draft", notify) if draft_name else None
     codec = loader.load_codec(target_files)
-    generation = read_generation_config(target_files)
-    if generation.not_applied:
-        names = ", ".join(generation.not_applied)
-        notify(f"the generation config of {options.target} sets {names}, which rakvctl does not apply")
     if draft_files is not None:
         difference = _first_difference(codec.token_map(), loader.load_codec(draft_files).token_map())
         if difference:
@@ -79,6 +75,10 @@ def load_pair(options: RuntimeOptions, notify: Notify) -> ModelPair:
                 f"draft {draft_files.name} and target {target_files.name} have different tokenizers: {difference}",
                 "take a draft with the target's tokenizer, or --draft none",
             )
+    generation = read_generation_config(target_files)
+    if generation.not_applied:
+        names = ", ".join(generation.not_applied)
+        notify(f"the generation config of {options.target} sets {names}, which rakvctl does not apply")
     disk = _open_disk(options, notify)
     content = disk.weights_digest("\0".join(target_files.identity), target_files.whole_digest) if disk else ""
     target = _load_target(loader, target_files, options.exact, codec.vocab_size, content)
