@@ -244,6 +244,7 @@ def _drafts(completion: Completion) -> bool:
     return completion.decision.action.draft_len > 0
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_its_text_whatever_was_served_before() -> None:
     """Experience, stored prefixes, earlier texts and times change what other requests draft."""
     sampled = [
@@ -323,6 +324,7 @@ def test_nonsense_from_draft_and_lookup_costs_auto_next_to_nothing(draft_pass_ms
     assert auto_ms <= 1.02 * plain_ms
 
 
+@pytest.mark.slow
 def test_the_savings_for_probes_are_never_overdrawn() -> None:
     serving = Serving(agrees=False)
     acceptance = Experience(0.1)
@@ -334,6 +336,7 @@ def test_the_savings_for_probes_are_never_overdrawn() -> None:
         assert not decision.is_probe or decision.extra_ms <= saved_ms + 1e-9
 
 
+@pytest.mark.slow
 def test_a_draft_that_gets_better_is_taken_up_again() -> None:
     """trt#12905: a bad stretch does not end speculation for good."""
     serving = Serving(agrees=False)

@@ -84,6 +84,7 @@ def test_rank_correlation_shares_the_ranks_of_ties() -> None:
     assert mape_percent([110.0, 90.0], [100.0, 100.0]) == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_arms_take_turns_in_an_order_that_changes_and_repeats_by_seed() -> None:
     clock, order = VirtualClock(), []
     arms = [ScriptedArm(name, clock, 1.0) for name in ("ar", "b", "c")]

@@ -415,6 +415,7 @@ def test_a_prediction_comes_true_where_costs_grow_with_the_context(alpha: int, s
                 assert completion.predicted_ms == pytest.approx(completion.total_ms, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0, 1])
 def test_the_choice_is_the_best_action_or_close_to_it(alpha: int) -> None:
     """Every action is run on the same requests; what the choice takes more than the best of them is its regret."""

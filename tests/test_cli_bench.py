@@ -82,6 +82,7 @@ def test_an_output_that_differs_fails_the_bench(bench: Call, monkeypatch: pytest
         assert mismatch["margin"] > 0.0
 
 
+@pytest.mark.slow
 def test_in_half_precision_differences_are_counted_and_no_failure(
     bench: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_sensitivity_gives_a_crossover_for_each_k(bench: Call, tmp_path: Path) -
     assert (tmp_path / "out" / "sensitivity.svg").is_file()
 
 
+@pytest.mark.slow
 def test_results_are_compared(run: Call, tmp_path: Path) -> None:
     before, after = write_results(tmp_path / "a.json", 10.0), write_results(tmp_path / "b.json", 5.0)
     finished = run("bench", "--compare", before, after)

@@ -41,7 +41,7 @@ def test_auto_looks_up_what_an_earlier_process_answered(run: Call, tiny_checkpoi
     arguments = ("--kv-dir", tmp_path / "kv")
     first, again = (generated(run, tiny_checkpoint / "target", *arguments) for _ in range(2))
     assert again["text"] == first["text"]
-    # The profile is measured here: where the machine is busy it may price a wide pass dear, and `auto` then drafts less.
+    # The profile is measured here: on a busy machine it may price a wide pass dear, and `auto` then drafts less.
     assert again["num_accepted_tokens"] >= 12  # type: ignore[operator]
     assert again["num_accepted_tokens"] > first["num_accepted_tokens"]  # type: ignore[operator]
 
