@@ -1,6 +1,7 @@
 """The program `rakvctl` run in this process, with nobody's settings."""
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from rakvctl.cli.app import main
+
+# Imported by commands when they run. A test that patches what these take from other modules must not be the first to
+# import them: they would keep the patched function for all tests after it.
+for _module in ("rakvctl.cli.bench_run", "rakvctl.cli.bench_studies", "rakvctl.measure.ready"):
+    importlib.import_module(_module)
 
 
 class Finished(NamedTuple):
